@@ -1,0 +1,26 @@
+"""The algebra of one block's precision: a file a structure, the same verbs in each."""
+
+from limpet.precision.base import Facts, Precision
+from limpet.precision.dense import Dense
+from limpet.precision.diagonal import Diagonal
+from limpet.precision.kronecker import Kronecker
+from limpet.precision.kronecker_sum import KroneckerSum
+from limpet.precision.terms import DenseTerm, DiagonalTerm, KroneckerTerm, Term
+
+STRUCTURES: dict[str, type[Diagonal] | type[Kronecker] | type[KroneckerSum] | type[Dense]] = {
+    kind.structure: kind for kind in (Diagonal, Kronecker, KroneckerSum, Dense)
+}
+
+__all__ = [
+    "STRUCTURES",
+    "Dense",
+    "DenseTerm",
+    "Diagonal",
+    "DiagonalTerm",
+    "Facts",
+    "Kronecker",
+    "KroneckerSum",
+    "KroneckerTerm",
+    "Precision",
+    "Term",
+]

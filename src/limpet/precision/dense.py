@@ -1,0 +1,96 @@
+"""The whole Fisher of a block as one matrix: for small blocks, and to hold the others against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from limpet.precision.base import Facts, Precision, check_shape, fact, inverse_root, noise, optional_fact
+from limpet.precision.linalg import symmetric_eigen, widened
+from limpet.precision.terms import DenseTerm, Term
+from limpet.precision.weighted import WeightedSum
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class Dense(Precision):
+    """L = prior * I + sum of strength_t F_t, F_t (n, n) over W flattened row by row."""
+
+    structure = "dense"
+    shape: torch.Size
+    prior: float
+    matrix: WeightedSum
+
+    @classmethod
+    def start(cls, shape: torch.Size, prior: float, like: Tensor) -> Dense:
+        """The prior alone."""
+        n = shape.numel()
+        return cls(shape, prior, WeightedSum.zero(torch.Size([n, n]), like))
+
+    @cached_property
+    def _eigen(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues of L, the prior included, and eigenvectors, in the stored dtype."""
+        values, vectors = symmetric_eigen(self.matrix.total)
+        like = self.matrix.plain
+        return (values + self.prior).to(like.device, like.dtype), vectors.to(like.device, like.dtype)
+
+    def _by_eigenvalue(self, v: Tensor, factor: Tensor) -> Tensor:
+        vectors = self._eigen[1]
+        return (vectors @ (factor * (vectors.mT @ v.flatten()))).reshape(self.shape)
+
+    def add(self, term: Term, strength: float) -> Self:
+        if not isinstance(term, DenseTerm):
+            raise TypeError(f"a dense precision takes a DenseTerm, not {type(term).__name__}")
+        return replace(self, matrix=self.matrix.add(term.matrix, strength))
+
+    def scale(self, factor: float) -> Self:
+        return replace(self, prior=factor * self.prior, matrix=self.matrix.scale(factor))
+
+    def fisher(self) -> Self:
+        return replace(self, prior=0.0, matrix=WeightedSum(self.matrix.plain, None, 1.0))
+
+    def apply(self, v: Tensor) -> Tensor:
+        return (self.matrix.total @ v.flatten()).reshape(self.shape) + self.prior * v
+
+    def proximal(self, v: Tensor, step: float) -> Tensor:
+        return self._by_eigenvalue(v, 1 / (1 + step * self._eigen[0]))
+
+    def solve(self, v: Tensor) -> Tensor:
+        return self._by_eigenvalue(v, inverse_root(self._eigen[0]).square())
+
+    def trace(self) -> Tensor:
+        return widened(self.matrix.total).trace() + self.prior * self.shape.numel()
+
+    def log_determinant(self) -> Tensor:
+        return widened(self._eigen[0]).log().sum()
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        drawn = noise(self.shape, self.matrix.plain, generator).flatten()
+        return (self._eigen[1] @ (inverse_root(self._eigen[0]) * drawn)).reshape(self.shape)
+
+    def dense(self) -> Tensor:
+        n = self.shape.numel()
+        return self.matrix.total + self.prior * torch.eye(
+            n, dtype=self.matrix.plain.dtype, device=self.matrix.plain.device
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.matrix.tensors("matrix")
+
+    def facts(self) -> Facts:
+        return {"prior": self.prior, "strength": self.matrix.strength}
+
+    @classmethod
+    def restore(cls, shape: torch.Size, tensors: Mapping[str, Tensor], facts: Facts) -> Self:
+        n = shape.numel()
+        for name, tensor in tensors.items():
+            check_shape(name, tensor, (n, n))
+        matrix = WeightedSum.restore("matrix", tensors, optional_fact(facts, "strength"))
+        return cls(shape, fact(facts, "prior"), matrix)

@@ -1,0 +1,226 @@
+"""A sum of Kronecker products in constant size: two orthonormal bases and one matrix of eigenvalues.
+
+A sum of Kronecker products is not a Kronecker product. Kept here is
+
+    L = prior * I + (U_Q (x) U_H) diag(D) (U_Q (x) U_H)^T
+
+and, to choose the bases by, the two partial traces of the sum, which add up exactly:
+P_Q = sum of strength tr(H) Q and P_H = sum of strength tr(Q) H, both as eigenvalues in their bases.
+To take Q (x) H in, the new bases V are the eigenvectors of the new partial traces, the old D is carried over
+with the squared entries of the change of basis, and the new term's diagonal in that basis is added:
+
+    D <- (V_H^T U_H)^2 D (U_Q^T V_Q)^2 + strength diag(V_H^T H V_H) diag(V_Q^T Q V_Q)^T
+
+It keeps the trace, stays positive semi-definite, and is exact for one task and for T equal tasks. Of all
+precisions that are diagonal in the new bases it is the nearest to the sum in the Frobenius norm. A basis with
+free eigenvalues is the form of George et al. (2018), "Fast approximate natural gradient descent in a
+Kronecker-factored eigenbasis".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from limpet.precision.base import Facts, Precision, check_shape, fact, inverse_root, noise, optional_fact
+from limpet.precision.linalg import symmetric_eigen, widened
+from limpet.precision.terms import KroneckerTerm, Term
+from limpet.precision.weighted import WeightedSum
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class Basis:
+    """One side of a block: orthonormal columns U (the identity where None) and the partial trace in them."""
+
+    vectors: Tensor | None
+    trace: Tensor
+    diagonal: bool  # this side stays the identity: its factor is, or is kept, diagonal
+
+    def take(self, factor: Tensor, weight: Tensor) -> tuple[Basis, Tensor | None, Tensor]:
+        """Add weight * factor (float64) to the partial trace.
+
+        Returns the new basis, the squared change of basis from old to new (None where it is the identity),
+        and the diagonal of the factor in the new basis.
+        """
+        old = widened(self.trace)
+        if self.diagonal:
+            return self._keep(None, old + weight * factor), None, factor
+        if self.vectors is None:
+            summed = torch.diag_embed(old)
+        else:
+            vectors = widened(self.vectors)
+            summed = (vectors * old.unsqueeze(-2)) @ vectors.mT
+        values, new = symmetric_eigen(summed + weight.unsqueeze(-1) * factor)
+        overlap = new.mT if self.vectors is None else new.mT @ widened(self.vectors)
+        carry = overlap.square()
+        # Stored bases are rounded, so columns sum to 1 only almost; made exact, the trace is kept exactly.
+        carry = carry / carry.sum(-2, keepdim=True)
+        return self._keep(new, values), carry, ((factor @ new) * new).sum(-2)
+
+    def _keep(self, vectors: Tensor | None, trace: Tensor) -> Basis:
+        like = self.trace
+        kept = None if vectors is None else vectors.to(like.device, like.dtype)
+        return Basis(kept, trace.to(like.device, like.dtype), self.diagonal)
+
+
+@dataclass(frozen=True)
+class Kronecker(Precision):
+    """L = prior * I + (U_Q (x) U_H) diag(D) (U_Q (x) U_H)^T, with D in the shape of the block."""
+
+    structure = "kronecker"
+    shape: torch.Size
+    prior: float
+    inputs: Basis
+    outputs: Basis
+    values: WeightedSum
+
+    @classmethod
+    def start(
+        cls,
+        shape: torch.Size,
+        prior: float,
+        like: Tensor,
+        *,
+        inputs_diagonal: bool = False,
+        outputs_diagonal: bool = False,
+    ) -> Kronecker:
+        """The prior alone."""
+
+        def side(shape: torch.Size, diagonal: bool) -> Basis:
+            return Basis(None, torch.zeros(shape, dtype=like.dtype, device=like.device), diagonal)
+
+        *groups, out, in_ = shape
+        return cls(
+            shape,
+            prior,
+            side(torch.Size([*groups, in_]), inputs_diagonal),
+            side(torch.Size([*groups, out]), outputs_diagonal),
+            WeightedSum.zero(shape, like),
+        )
+
+    @property
+    def _full(self) -> Tensor:
+        return self.values.total + self.prior
+
+    def rotate(self, v: Tensor) -> Tensor:
+        """U_H^T v U_Q: the block in the eigenbasis."""
+        if self.outputs.vectors is not None:
+            v = self.outputs.vectors.mT @ v
+        return v if self.inputs.vectors is None else v @ self.inputs.vectors
+
+    def rotate_back(self, v: Tensor) -> Tensor:
+        """U_H v U_Q^T, the inverse of `rotate`."""
+        if self.outputs.vectors is not None:
+            v = self.outputs.vectors @ v
+        return v if self.inputs.vectors is None else v @ self.inputs.vectors.mT
+
+    def add(self, term: Term, strength: float) -> Self:
+        if not isinstance(term, KroneckerTerm):
+            raise TypeError(f"a kronecker precision takes a KroneckerTerm, not {type(term).__name__}")
+        q = _as_side(term.inputs, term.inputs_diagonal, self.inputs.diagonal)
+        h = _as_side(term.outputs, term.outputs_diagonal, self.outputs.diagonal)
+        q_trace, h_trace = _trace(q, self.inputs.diagonal), _trace(h, self.outputs.diagonal)
+        inputs, carry_in, q_values = self.inputs.take(q, strength * h_trace.unsqueeze(-1))
+        outputs, carry_out, h_values = self.outputs.take(h, strength * q_trace.unsqueeze(-1))
+
+        def carry(old: Tensor) -> Tensor:
+            old = old if carry_out is None else carry_out @ old
+            return old if carry_in is None else old @ carry_in.mT
+
+        fresh = (h_values.unsqueeze(-1) * q_values.unsqueeze(-2)).clamp_min(0)
+        values = self.values.add(fresh, strength, carry)
+        return replace(self, inputs=inputs, outputs=outputs, values=values)
+
+    def scale(self, factor: float) -> Self:
+        def scaled(basis: Basis) -> Basis:
+            return replace(basis, trace=factor * basis.trace)
+
+        return replace(
+            self,
+            prior=factor * self.prior,
+            inputs=scaled(self.inputs),
+            outputs=scaled(self.outputs),
+            values=self.values.scale(factor),
+        )
+
+    def fisher(self) -> Self:
+        return replace(self, prior=0.0, values=WeightedSum(self.values.plain, None, 1.0))
+
+    def apply(self, v: Tensor) -> Tensor:
+        return self.rotate_back(self._full * self.rotate(v))
+
+    def quadratic(self, v: Tensor) -> Tensor:
+        return (self._full * self.rotate(v).square()).sum()
+
+    def proximal(self, v: Tensor, step: float) -> Tensor:
+        return self.rotate_back(self.rotate(v) / (1 + step * self._full))
+
+    def solve(self, v: Tensor) -> Tensor:
+        return self.rotate_back(self.rotate(v) * inverse_root(self._full).square())
+
+    def trace(self) -> Tensor:
+        return widened(self._full).sum()
+
+    def log_determinant(self) -> Tensor:
+        return widened(self._full).log().sum()
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        drawn = noise(self.shape, self.values.plain, generator)
+        return self.rotate_back(drawn * inverse_root(self._full))
+
+    def dense(self) -> Tensor:
+        n = self.shape.numel()
+        identity = torch.eye(n, dtype=self.values.plain.dtype, device=self.values.plain.device)
+        return torch.stack([self.apply(row.reshape(self.shape)).flatten() for row in identity])
+
+    def tensors(self) -> dict[str, Tensor]:
+        kept = self.values.tensors("eigenvalues")
+        for name, basis in (("inputs", self.inputs), ("outputs", self.outputs)):
+            kept[f"{name}.trace"] = basis.trace
+            if basis.vectors is not None:
+                kept[f"{name}.vectors"] = basis.vectors
+        return kept
+
+    def facts(self) -> Facts:
+        return {
+            "prior": self.prior,
+            "strength": self.values.strength,
+            "inputs_diagonal": self.inputs.diagonal,
+            "outputs_diagonal": self.outputs.diagonal,
+        }
+
+    @classmethod
+    def restore(cls, shape: torch.Size, tensors: Mapping[str, Tensor], facts: Facts) -> Self:
+        *groups, out, in_ = shape
+
+        def side(name: str, size: int) -> Basis:
+            trace = check_shape(f"{name}.trace", tensors[f"{name}.trace"], (*groups, size))
+            vectors = tensors.get(f"{name}.vectors")
+            if vectors is not None:
+                check_shape(f"{name}.vectors", vectors, (*groups, size, size))
+            return Basis(vectors, trace, bool(facts[f"{name}_diagonal"]))
+
+        for name in ("eigenvalues", "eigenvalues.weighted"):
+            if name in tensors:
+                check_shape(name, tensors[name], shape)
+        values = WeightedSum.restore("eigenvalues", tensors, optional_fact(facts, "strength"))
+        return cls(shape, fact(facts, "prior"), side("inputs", in_), side("outputs", out), values)
+
+
+def _as_side(factor: Tensor, is_diagonal: bool, wants_diagonal: bool) -> Tensor:
+    """The factor in float64, as a diagonal or as a matrix, whichever that side of the block keeps."""
+    factor = widened(factor)
+    if is_diagonal == wants_diagonal:
+        return factor
+    return factor.diagonal(dim1=-2, dim2=-1) if wants_diagonal else torch.diag_embed(factor)
+
+
+def _trace(factor: Tensor, diagonal: bool) -> Tensor:
+    return factor.sum(-1) if diagonal else factor.diagonal(dim1=-2, dim2=-1).sum(-1)

@@ -1,0 +1,50 @@
+"""What one task's Fisher of one block looks like, as the curvature pass hands it over.
+
+A block is a weight matrix W of shape (..., out, in). Leading dimensions are sub-blocks taken as independent
+(the groups of a grouped convolution).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KroneckerTerm:
+    """Q (x) H with Q = `inputs` and H = `outputs`, each a matrix (..., n, n) or a diagonal (..., n)."""
+
+    inputs: Tensor
+    outputs: Tensor
+    inputs_diagonal: bool = False
+    outputs_diagonal: bool = False
+
+    def scaled(self, factor: float) -> KroneckerTerm:
+        """`factor` times this Fisher."""
+        return KroneckerTerm(self.inputs, self.outputs * factor, self.inputs_diagonal, self.outputs_diagonal)
+
+
+@dataclass(frozen=True)
+class DiagonalTerm:
+    """The diagonal of the Fisher, in the shape of W."""
+
+    diagonal: Tensor
+
+    def scaled(self, factor: float) -> DiagonalTerm:
+        """`factor` times this Fisher."""
+        return DiagonalTerm(self.diagonal * factor)
+
+
+@dataclass(frozen=True)
+class DenseTerm:
+    """The whole Fisher (n, n) of W flattened row by row, sub-blocks and all."""
+
+    matrix: Tensor
+
+    def scaled(self, factor: float) -> DenseTerm:
+        """`factor` times this Fisher."""
+        return DenseTerm(self.matrix * factor)
+
+
+Term = KroneckerTerm | DiagonalTerm | DenseTerm
