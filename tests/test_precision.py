@@ -126,9 +126,7 @@ def test_tensors_and_facts_bring_it_back(one: tuple[Precision, Tensor]) -> None:
 @pytest.mark.parametrize("sides", [(True, False), (False, True), (True, True)], ids=str)
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("structure", ["kronecker", "kronecker-sum"])
-def test_either_basis_may_be_the_identity(
-    structure: str, shape: tuple[int, ...], sides: tuple[bool, bool]
-) -> None:
+def test_either_basis_may_be_the_identity(structure: str, shape: tuple[int, ...], sides: tuple[bool, bool]) -> None:
     term = random_term("kronecker", shape, seed=3)
     assert isinstance(term, KroneckerTerm)
     q = term.inputs.diagonal(dim1=-2, dim2=-1) if sides[0] else term.inputs

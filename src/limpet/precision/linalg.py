@@ -26,9 +26,7 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """
     matrix = widened(matrix)
     if not bool(torch.isfinite(matrix).all()):
-        raise LimpetError(
-            "a curvature factor holds inf or nan: look for inf or nan in the data or the weights"
-        )
+        raise LimpetError("a curvature factor holds inf or nan: look for inf or nan in the data or the weights")
     matrix = (matrix + matrix.mT) / 2
     size = matrix.abs().amax(dim=(-2, -1), keepdim=True)
     matrix = matrix / torch.where(size > 0, size, torch.ones_like(size))

@@ -35,9 +35,7 @@ class WeightedSum:
             return self.mixed
         return self.plain if self.strength in (None, 1.0) else self.strength * self.plain
 
-    def add(
-        self, plain: Tensor, strength: float, carry: Callable[[Tensor], Tensor] | None = None
-    ) -> WeightedSum:
+    def add(self, plain: Tensor, strength: float, carry: Callable[[Tensor], Tensor] | None = None) -> WeightedSum:
         """Take one task in. `carry` is the linear map that brings the old sums into a new basis (float64)."""
 
         def moved(old: Tensor) -> Tensor:

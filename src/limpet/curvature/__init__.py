@@ -1,0 +1,30 @@
+"""One pass over data that gives every block's Fisher, and leaves the model as it was."""
+
+from limpet.curvature.batches import Forward
+from limpet.curvature.blocks import (
+    DIRECT,
+    Block,
+    discover,
+    is_excluded,
+    named_parameters,
+    plain,
+    unwrapped,
+)
+from limpet.curvature.fisher import FISHERS, Fisher, FisherPass, Structure
+from limpet.curvature.guard import untouched
+
+__all__ = [
+    "DIRECT",
+    "FISHERS",
+    "Block",
+    "Fisher",
+    "FisherPass",
+    "Forward",
+    "Structure",
+    "discover",
+    "is_excluded",
+    "named_parameters",
+    "plain",
+    "untouched",
+    "unwrapped",
+]

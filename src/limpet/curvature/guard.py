@@ -1,0 +1,59 @@
+"""Leave the user's model, and the random state, as they were."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Run the body in eval mode; mode, buffers and random states are bit-equal afterwards, whatever happens.
+
+    The flags are set one by one rather than by `model.eval()`: a module's own `train` method may do more than
+    set the flag (merge adapters, refuse), and undoing that would not be our business.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    with random_state():
+        try:
+            for module, _ in modes:
+                module.training = False
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for module, name, buffer, copy in buffers:
+                _restore_buffer(module, name, buffer, copy)
+
+
+def _restore_buffer(module: nn.Module, name: str, buffer: Tensor | None, copy: Tensor | None) -> None:
+    module._buffers[name] = buffer
+    if buffer is not None and copy is not None and not torch.equal(buffer, copy):
+        with torch.no_grad():
+            buffer.copy_(copy)
+
+
+@contextmanager
+def random_state() -> Iterator[None]:
+    """Give the random states of torch, numpy and Python back as they were."""
+    python, numbers, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    accelerator: Any = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)
+        torch.set_rng_state(cpu)
+        if accelerator is not None:
+            torch.cuda.set_rng_state_all(accelerator)

@@ -1,0 +1,71 @@
+"""How the weights of each kind of module are seen as a matrix block. A new kind is one new class.
+
+>>> import torch
+>>> class Gain(torch.nn.Module):
+...     def __init__(self, features):
+...         super().__init__()
+...         self.weight = torch.nn.Parameter(torch.ones(features))
+...     def forward(self, x):
+...         return self.weight * x
+>>> @register
+... class GainLayer(OverFeatures):
+...     kind = "gain"
+...     modules = (Gain,)
+...     def normalised(self, x):
+...         return x
+...     def spread(self, x):
+...         return x.reshape(len(x), -1, x.shape[-1])
+>>> layer_type(Gain(3)).kind
+'gain'
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import nn
+
+from limpet.layers.base import Call, Layer, MatrixLayer, example_gradients, squared_gradients
+from limpet.layers.convolution import Convolution
+from limpet.layers.embedding import Embedding
+from limpet.layers.linear import Linear
+from limpet.layers.normalisation import BatchNorm, GroupNorm, OverFeatures
+
+LayerType = TypeVar("LayerType", bound=type[Layer])
+_REGISTRY: dict[type[nn.Module], type[Layer]] = {}
+
+
+def register(layer: LayerType) -> LayerType:
+    """Say that a layer class is for its `modules`; the last one registered for a type counts."""
+    for module_type in layer.modules:
+        _REGISTRY[module_type] = layer
+    return layer
+
+
+for _layer in (Linear, Convolution, Embedding, OverFeatures, GroupNorm, BatchNorm):
+    register(_layer)
+
+
+def layer_type(module: nn.Module) -> type[Layer] | None:
+    """The layer class for a module, by its nearest base class; None where there is none."""
+    for base in type(module).__mro__:
+        if base in _REGISTRY:
+            return _REGISTRY[base]
+    return None
+
+
+__all__ = [
+    "BatchNorm",
+    "Call",
+    "Convolution",
+    "Embedding",
+    "GroupNorm",
+    "Layer",
+    "Linear",
+    "MatrixLayer",
+    "OverFeatures",
+    "example_gradients",
+    "layer_type",
+    "register",
+    "squared_gradients",
+]

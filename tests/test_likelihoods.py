@@ -1,0 +1,141 @@
+"""Roots against the Hessian that autograd finds, sampled ones in expectation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import limpet.likelihoods as L
+from limpet.errors import UnsupportedError
+from reference import close, measure, output_hessian
+
+CASES: dict[str, tuple[L.Likelihood, Any, Any]] = {
+    "categorical": (L.Categorical(), torch.randn(1, 5).double(), torch.tensor([2])),
+    "two classes": (L.Categorical(), torch.randn(1, 2).double(), torch.tensor([1])),
+    "sure": (L.Categorical(), torch.tensor([[0.0, 800.0, -800.0, 0.0]]).double(), torch.tensor([1])),
+    "bernoulli": (L.Bernoulli(), torch.randn(1, 4).double(), torch.tensor([[0.0, 1.0, 1.0, 0.0]])),
+    "gaussian": (L.Gaussian(0.3), torch.randn(1, 4).double(), torch.randn(1, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exact_roots_are_square_roots_of_the_hessian(name: str) -> None:
+    likelihood, outputs, targets = CASES[name]
+    roots = torch.stack([r.flatten() for r in likelihood.roots(outputs, targets)])
+    assert len(roots) == likelihood.root_count(outputs)
+    hessian = output_hessian(likelihood, outputs, targets)
+    assert (roots.T @ roots - hessian).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_the_negative_log_likelihood(name: str) -> None:
+    likelihood, outputs, targets = CASES[name]
+    expected = L.Likelihood.gradient(likelihood, outputs, targets)
+    assert (likelihood.gradient(outputs, targets) - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sampled_roots_have_the_hessian_as_second_moment(name: str) -> None:
+    likelihood, outputs, targets = CASES[name]
+    many = outputs.expand(20_000, -1)
+    root = likelihood.sampled_root(many, None, torch.Generator().manual_seed(0))
+    hessian = output_hessian(likelihood, outputs, targets)
+    moment = root.T @ root / len(root)
+    assert (moment - hessian).abs().max() < 0.05 * max(float(hessian.abs().max()), 1e-6)
+
+
+def test_negative_log_likelihoods_are_those_of_torch_distributions() -> None:
+    x, y = torch.randn(6, 4).double(), torch.randn(6, 4).double()
+    normal = torch.distributions.Normal(x, 0.3**0.5).log_prob(y).sum()
+    close(L.Gaussian(0.3).negative_log_likelihood(x, y), -normal)
+    label = torch.randint(0, 4, (6,))
+    categorical = torch.distributions.Categorical(logits=x).log_prob(label).sum()
+    close(L.Categorical().negative_log_likelihood(x, label), -categorical)
+    bits = (y > 0).double()
+    bernoulli = torch.distributions.Bernoulli(logits=x).log_prob(bits).sum()
+    close(L.Bernoulli().negative_log_likelihood(x, bits), -bernoulli)
+
+
+def test_ignored_positions_and_class_dim() -> None:
+    logits = torch.randn(2, 5, 3).double()  # (n, classes, positions)
+    labels = torch.tensor([[0, -100, 4], [2, 2, -100]])
+    likelihood = L.Categorical(class_dim=1)
+    close(likelihood.negative_log_likelihood(logits, labels), F.cross_entropy(logits, labels, reduction="sum"))
+    assert likelihood.count(logits, labels) == 4
+    root = likelihood.sampled_root(logits, labels, None)
+    assert root.shape == logits.shape
+    assert not root[0, :, 1].any() and not root[1, :, 2].any() and root[0, :, 0].any()
+    close(likelihood.mean(logits), logits.softmax(1))
+
+
+def test_estimated_noise_scales_the_fisher() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    x, y = torch.randn(50, 3).double(), torch.randn(50, 2).double()
+    variance = float((model(x).detach() - y).square().mean())
+    for fisher in ("exact", "empirical"):
+        given = measure(model, [(x, y)], L.Gaussian(variance), fisher=fisher)
+        found = measure(model, [(x[:20], y[:20]), (x[20:], y[20:])], L.Gaussian("estimate"), fisher=fisher)
+        close(found.terms["model"][0].diagonal, given.terms["model"][0].diagonal)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes, self.value = nn.Linear(3, 4), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.classes(x), self.value(x)
+
+
+def test_several_outputs_add_up() -> None:
+    torch.manual_seed(0)
+    model = TwoHeads().double()
+    x = torch.randn(8, 3).double()
+    y = (torch.randint(0, 4, (8,)), torch.randn(8, 2).double())
+    both = L.Several(L.Categorical(), L.Gaussian(0.5))
+    for fisher in ("exact", "empirical"):
+        found = measure(model, [(x, y)], both, fisher=fisher)
+        for i, (name, part) in enumerate([("classes", L.Categorical()), ("value", L.Gaussian(0.5))]):
+            alone = measure(getattr(model, name), [(x, y[i])], part, fisher=fisher)
+            close(found.terms[name][0].diagonal, alone.terms["model"][0].diagonal)
+
+
+class Poisson(L.Likelihood):
+    name = "poisson"
+
+    def negative_log_likelihood(self, outputs: Any, targets: Any) -> Tensor:
+        return F.poisson_nll_loss(outputs, targets, reduction="sum")
+
+    def sample(self, outputs: Any, generator: torch.Generator | None) -> Tensor:
+        return torch.poisson(outputs.exp(), generator=generator)
+
+
+def test_a_likelihood_of_ones_own_is_two_methods() -> None:
+    """The Fisher of a Poisson with log rate f is exp(f)."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1, bias=False).double()
+    x = torch.randn(10, 1).double()
+    found = measure(model, [x], Poisson(), draws=20_000)
+    assert found.kind == "sampled"
+    expected = (x.square() * model(x).exp()).sum()
+    close(found.terms["model"][0].diagonal.sum(), expected.detach(), 0.05)
+    with pytest.raises(UnsupportedError, match="sampled"):
+        measure(model, [x], Poisson(), fisher="exact")
+
+
+def test_wrong_input_names_the_mend() -> None:
+    with pytest.raises(ValueError, match="categorical, bernoulli, gaussian"):
+        L.resolve("softmax")
+    with pytest.raises(ValueError, match="estimate"):
+        L.Gaussian(-1.0)
+    with pytest.raises(UnsupportedError, match="unsqueeze"):
+        L.Gaussian().loss(torch.zeros(3, 1), torch.zeros(3))
+    with pytest.raises(UnsupportedError, match="bernoulli"):
+        L.Categorical().sample(torch.zeros(3), None)
+    with pytest.raises(UnsupportedError, match="forward="):
+        L.as_tensors({"logits": 1})
