@@ -132,9 +132,7 @@ def convolution(kind: type[nn.Module], *args: object, **options: object) -> Call
 
 
 def embedding(**options: object) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(
-        nn.Embedding(7, 4, **options), nn.Tanh(), Lambda(lambda x: x.mean(1)), nn.Linear(4, 3)
-    )  # type: ignore[arg-type]
+    return lambda: nn.Sequential(nn.Embedding(7, 4, **options), nn.Tanh(), Lambda(lambda x: x.mean(1)), nn.Linear(4, 3))  # type: ignore[arg-type]
 
 
 def normalised(norm: Callable[[], nn.Module], dims: int) -> Callable[[], nn.Module]:

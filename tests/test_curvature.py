@@ -44,9 +44,7 @@ def test_diagonal_equals_that_of_the_dense_fisher(name: str) -> None:
         close(term.diagonal.flatten(), dense.diagonal())
 
 
-@pytest.mark.parametrize(
-    "name", ["linear", "conv2d depthwise", "embedding", "layer norm", "attention", "tied weight"]
-)
+@pytest.mark.parametrize("name", ["linear", "conv2d depthwise", "embedding", "layer norm", "attention", "tied weight"])
 def test_dense_structure_equals_the_dense_fisher(name: str) -> None:
     model, x, y = build(name)
     found = measure(model, [(x, y)], CATEGORICAL, "dense")

@@ -1,3 +1,43 @@
-"""Networks that learn new things without forgetting the old ones."""
+"""Networks that learn new things without forgetting the old ones.
 
-__version__ = "0.1.0.dev0"
+memory = limpet.OnlineLaplace(model, strength=3.0)
+for task in tasks:
+    with memory.protect(optimizer, examples=len(task)):
+        fit(model, optimizer, task)
+    memory.consolidate(task_loader)
+memory.save("memory.safetensors")
+"""
+
+from limpet.errors import (
+    CurvatureError,
+    LimpetError,
+    LimpetWarning,
+    MemoryFileError,
+    NotProtectedWarning,
+    UnsupportedError,
+)
+from limpet.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Several
+from limpet.loading import load
+from limpet.methods import ApproximateLaplace, Memory, OnlineLaplace, PerTaskLaplace, SynapticIntelligence
+from limpet.version import __version__
+
+__all__ = [
+    "ApproximateLaplace",
+    "Bernoulli",
+    "Categorical",
+    "CurvatureError",
+    "Gaussian",
+    "Likelihood",
+    "LimpetError",
+    "LimpetWarning",
+    "Memory",
+    "MemoryFileError",
+    "NotProtectedWarning",
+    "OnlineLaplace",
+    "PerTaskLaplace",
+    "Several",
+    "SynapticIntelligence",
+    "UnsupportedError",
+    "__version__",
+    "load",
+]

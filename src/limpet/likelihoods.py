@@ -23,14 +23,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from limpet.errors import UnsupportedError
+from limpet.errors import MemoryFileError, UnsupportedError
 
 Outputs = Any
 """A tensor, examples first, or (for several outputs) a tuple of such tensors."""
@@ -85,6 +85,10 @@ class Likelihood(ABC):
         """What the Fisher is multiplied by in the end."""
         return 1.0
 
+    def describe(self) -> dict[str, Any]:
+        """Name and options as plain JSON values, for a memory's file."""
+        return {"name": self.name}
+
     def mean(self, outputs: Outputs) -> Outputs:
         """E[targets | outputs]: class probabilities for a categorical."""
         raise UnsupportedError(f"the {self.name} likelihood does not say what its mean is: give it `mean`")
@@ -122,6 +126,9 @@ class Categorical(Likelihood):
         self.class_dim = class_dim
         self.ignore_index = ignore_index
 
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "class_dim": self.class_dim, "ignore_index": self.ignore_index}
+
     def _logits(self, outputs: Outputs) -> Tensor:
         (logits,) = as_tensors(outputs)
         if logits.dim() < 2:
@@ -154,9 +161,7 @@ class Categorical(Likelihood):
         labels = self._check(logits, targets)
         if labels is None:
             raise UnsupportedError("the loss needs targets: give batches of (inputs, targets)")
-        return F.cross_entropy(
-            logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=self.ignore_index
-        )
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=self.ignore_index)
 
     def count(self, outputs: Outputs, targets: Any) -> int:
         logits = self._logits(outputs)
@@ -259,6 +264,9 @@ class Gaussian(Likelihood):
             raise ValueError(f"variance must be a number > 0 or 'estimate', not {variance!r}")
         self.variance = variance
 
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "variance": self.variance}
+
     @property
     def _known(self) -> float:
         """The variance while the pass runs: 1 where it is estimated, and mended by `fisher_scale`."""
@@ -288,9 +296,7 @@ class Gaussian(Likelihood):
         if self.variance != "estimate":
             return super().tally(outputs, targets)
         means, values = _paired(outputs, targets)
-        squares = (
-            (means - values).square().sum(dtype=torch.float32 if means.device.type == "mps" else torch.float64)
-        )
+        squares = (means - values).square().sum(dtype=torch.float32 if means.device.type == "mps" else torch.float64)
         return torch.tensor([float(squares), means.numel()], dtype=torch.float64)
 
     def fisher_scale(self, tally: Tensor, *, empirical: bool) -> float:
@@ -321,6 +327,9 @@ class Several(Likelihood):
         if any(isinstance(part, Gaussian) and part.variance == "estimate" for part in parts):
             raise ValueError("one of several outputs cannot have its variance estimated: give Gaussian(variance)")
         self.parts = parts
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "parts": [part.describe() for part in self.parts]}
 
     def _each(self, outputs: Outputs, targets: Any) -> Iterator[tuple[Likelihood, Tensor, Any]]:
         tensors = as_tensors(outputs)
@@ -400,3 +409,18 @@ def resolve(likelihood: str | Likelihood) -> Likelihood:
     if likelihood not in NAMES:
         raise ValueError(f"likelihood must be one of {', '.join(NAMES)} or a Likelihood, not {likelihood!r}")
     return NAMES[likelihood]()
+
+
+def from_description(description: Mapping[str, Any]) -> Likelihood:
+    """The inverse of `describe`, for the likelihoods of this module."""
+    try:
+        options = dict(description)
+        name = options.pop("name")
+        if name == Several.name:
+            return Several(*map(from_description, options["parts"]))
+        return NAMES[name](**options)
+    except (KeyError, TypeError, ValueError) as error:
+        raise MemoryFileError(
+            f"the file has the likelihood {description!r}, which is not one of limpet's own: pass it as "
+            "limpet.load(path, model, likelihood=...)"
+        ) from error

@@ -96,8 +96,10 @@ def is_excluded(name: str, patterns: Collection[str]) -> bool:
     return any(name == p or name.startswith(f"{p}.") or fnmatchcase(name, p) for p in patterns)
 
 
-def discover(model: nn.Module, exclude: Collection[str] = ()) -> list[Block]:
+def discover(model: nn.Module, exclude: Collection[str] = (), also: Collection[str] = ()) -> list[Block]:
     """The blocks of all trainable parameters that are not excluded, in the order of the model's modules.
+
+    `also` names parameters to take in even where they are frozen.
 
     Weight and bias of a layer are one block where exactly the same modules use both. Parameters shared between
     modules in any other way (a tied weight with two biases, an embedding tied to a head) get a block each, which
@@ -106,7 +108,7 @@ def discover(model: nn.Module, exclude: Collection[str] = ()) -> list[Block]:
     names = {
         parameter: name
         for name, parameter in named_parameters(model).items()
-        if parameter.requires_grad and not is_excluded(name, exclude)
+        if name in also or (parameter.requires_grad and not is_excluded(name, exclude))
     }
     module_names = {module: plain(name) for name, module in model.named_modules()}
     users: Users = {}

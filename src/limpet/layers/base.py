@@ -143,7 +143,5 @@ def squared_gradients(calls: Sequence[Call], size: int) -> Tensor:
             return fast
     count = calls[0].layer.example_count(calls[0])
     step = max(1, CHUNK // size)
-    chunks = (
-        example_gradients(calls, slice(start, start + step)).square().sum(0) for start in range(0, count, step)
-    )
+    chunks = (example_gradients(calls, slice(start, start + step)).square().sum(0) for start in range(0, count, step))
     return torch.stack(list(chunks)).sum(0)

@@ -66,7 +66,8 @@ class Basis:
 
     def _keep(self, vectors: Tensor | None, trace: Tensor) -> Basis:
         like = self.trace
-        kept = None if vectors is None else vectors.to(like.device, like.dtype)
+        # contiguous, so that a memory read back from its file multiplies bit for bit the same
+        kept = None if vectors is None else vectors.to(like.device, like.dtype).contiguous()
         return Basis(kept, trace.to(like.device, like.dtype), self.diagonal)
 
 

@@ -65,9 +65,7 @@ class KroneckerSum(Precision):
             term.inputs_diagonal,
             term.outputs_diagonal,
         )
-        return replace(
-            self, terms=(*self.terms, kept), strengths=(*self.strengths, strength), eigenbasis=eigenbasis
-        )
+        return replace(self, terms=(*self.terms, kept), strengths=(*self.strengths, strength), eigenbasis=eigenbasis)
 
     def scale(self, factor: float) -> Self:
         return replace(

@@ -1,0 +1,42 @@
+"""Bring a memory back from its file."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from limpet import store
+from limpet.errors import NotProtectedWarning
+from limpet.likelihoods import Likelihood, from_description
+from limpet.methods import METHODS, Memory
+
+
+def load(path: str | Path, model: nn.Module, *, likelihood: Likelihood | None = None) -> Memory:
+    """The memory that `memory.save(path)` kept, for the same model. A likelihood of your own has to be given again.
+
+    >>> import tempfile, torch, limpet
+    >>> model = torch.nn.Linear(3, 2)
+    >>> memory = limpet.OnlineLaplace(model)
+    >>> memory.consolidate([(torch.randn(20, 3), torch.randint(0, 2, (20,)))])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     memory.save(f"{folder}/memory.safetensors")
+    ...     again = limpet.load(f"{folder}/memory.safetensors", model)
+    >>> again
+    <OnlineLaplace structure='kronecker' strength=1 tasks=1 examples=20 bytes=168>
+    """
+    state = store.read(path)
+    settings: dict[str, Any] = state["metadata"]["settings"]
+    with store.refusing(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotProtectedWarning)  # said when the memory was made
+        kind = METHODS[store.Settings(state).choice("method", METHODS)]
+        wanted = inspect.signature(kind.__init__).parameters.keys() & settings.keys()
+        options = {name: settings[name] for name in wanted if name != "likelihood"}
+        if "likelihood" in wanted:
+            options["likelihood"] = likelihood or from_description(settings["likelihood"])
+        memory = kind(model, **options)
+        memory.load_state_dict(state)
+    return memory

@@ -1,0 +1,61 @@
+"""Approximate Laplace: all curvature measured anew at the newest mode. It needs the old data again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from limpet.curvature import Fisher, Forward
+from limpet.errors import LimpetError
+from limpet.methods.laplace import Laplace
+from limpet.posterior import Held
+
+
+class ApproximateLaplace(Laplace):
+    """L_{t+1} = prior + strength sum_i F_i(mean_{t+1}), over all tasks so far.
+
+    The baseline of Ritter et al. (2018) that shows what is lost by keeping curvature measured at older weights.
+
+    >>> import torch, limpet
+    >>> model = torch.nn.Linear(3, 2)
+    >>> first, second = ([(torch.randn(20, 3), torch.randint(0, 2, (20,)))] for _ in range(2))
+    >>> memory = limpet.ApproximateLaplace(model)
+    >>> memory.consolidate(first)
+    >>> memory.consolidate(second, earlier=[first])
+    >>> memory.tasks, memory.examples
+    (2, 40)
+    """
+
+    method = "approximate-laplace"
+
+    def consolidate(
+        self,
+        batches: Iterable[Any],
+        *,
+        earlier: Sequence[Iterable[Any]] = (),
+        examples: int | None = None,
+        limit: int | None = None,
+        forward: Forward | None = None,
+        progress: bool = True,
+    ) -> None:
+        """As for the other methods, and with the batches of all earlier tasks, oldest first, in `earlier`.
+
+        `examples` is the number of the new task; that of the earlier ones is counted.
+        """
+        if len(earlier) != self.tasks:
+            raise LimpetError(
+                f"this memory holds {self.tasks} tasks and measures them all anew: give earlier=[...] with the batches "
+                f"of each, not of {len(earlier)}"
+            )
+        fishers = [self._measure(old, None, limit, forward, progress) for old in earlier]
+        fishers.append(self._measure(batches, examples, limit, forward, progress))
+        self._settle(fishers)
+
+    def _updated(self, held: Held, fishers: list[Fisher]) -> Held:
+        if held.block.name not in fishers[-1].terms:
+            return held
+        fresh = self.posterior.without_tasks(held)
+        return replace(
+            fresh, mean=self._current_mean(held), precision=self._added(fresh, fishers), tasks=held.tasks + 1
+        )

@@ -1,0 +1,132 @@
+"""What the three Laplace methods share: one pass over the task's data, then a method's own update."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from limpet import store
+from limpet.curvature import DIRECT, FISHERS, Fisher, FisherPass, Forward
+from limpet.errors import LimpetError, NotProtectedWarning
+from limpet.likelihoods import Likelihood
+from limpet.methods.memory import MAX_SIDE, Memory
+from limpet.optimizers import warn
+from limpet.posterior import Held
+from limpet.precision import Precision
+
+
+class Laplace(Memory):
+    """A memory whose precision is a Fisher, measured at the end of each task."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        likelihood: str | Likelihood = "categorical",
+        structure: str = "kronecker",
+        strength: float = 1.0,
+        prior_precision: float = 1.0,
+        fisher: str = "auto",
+        prior_mean: str = "zero",
+        exclude: Iterable[str | nn.Module] = (),
+        draws: int = 1,
+        seed: int = 0,
+        max_side: int = MAX_SIDE,
+    ) -> None:
+        if fisher not in FISHERS:
+            raise ValueError(f"fisher must be one of {', '.join(FISHERS)}, not {fisher!r}")
+        if draws < 1:
+            raise ValueError(f"draws must be >= 1, not {draws!r}")
+        self.fisher, self.draws, self.seed = fisher, draws, seed
+        super().__init__(
+            model,
+            likelihood=likelihood,
+            structure=structure,
+            strength=strength,
+            prior_precision=prior_precision,
+            prior_mean=prior_mean,
+            exclude=exclude,
+            max_side=max_side,
+        )
+
+    def consolidate(
+        self,
+        batches: Iterable[Any],
+        *,
+        examples: int | None = None,
+        limit: int | None = None,
+        forward: Forward | None = None,
+        progress: bool = True,
+    ) -> None:
+        """Take the task in: one pass over its data, after which mean and precision know it.
+
+        `examples` is N (counted where the batches are finite), `limit` uses at most so many of them and scales up.
+        `forward(model, batch)` gives (outputs, targets) for batches that are not pairs or dictionaries.
+        """
+        self._settle([self._measure(batches, examples, limit, forward, progress)])
+
+    def _measure(
+        self,
+        batches: Iterable[Any],
+        examples: int | None,
+        limit: int | None,
+        forward: Forward | None,
+        progress: bool,
+    ) -> Fisher:
+        if self._protection is not None:
+            raise LimpetError("consolidate after the `with memory.protect(...)` block, not inside it")
+        one_pass = FisherPass(
+            self.model,
+            self._planned(),
+            self.likelihood,
+            self.posterior.structure,
+            fisher=self.fisher,
+            draws=self.draws,
+            seed=self.seed + self.tasks,
+            forward=forward,
+        )
+        return one_pass.run(batches, examples=examples, limit=limit, progress=progress)
+
+    def _settle(self, fishers: list[Fisher]) -> None:
+        """Let what the passes found become the memory: the newest task is the last of them."""
+        newest = fishers[-1]
+        self._direct |= {name for b in newest.blocks if b.kind == DIRECT for name in b.parameters}
+        self.posterior.arrange(newest.blocks)
+        self.posterior.replace_all(lambda held: self._updated(held, fishers))
+        self.unused = newest.unused
+        self.examples += newest.examples
+        self.tasks += 1
+        self._proximal_state = None
+        if newest.unused:
+            first = sorted(newest.unused)[0]
+            warn(
+                f"{len(newest.unused)} parameters had no gradient in this task (such as {first}), so nothing new is "
+                "known of them; leave them out with exclude=[...] if they belong to other tasks",
+                NotProtectedWarning,
+            )
+
+    @abstractmethod
+    def _updated(self, held: Held, fishers: list[Fisher]) -> Held:
+        """The block after the task."""
+
+    def _added(self, held: Held, fishers: list[Fisher]) -> Precision:
+        """The block's precision with these Fishers added, each times the strength."""
+        precision = held.precision
+        for fisher in fishers:
+            for term in fisher.terms.get(held.block.name, ()):
+                precision = precision.add(term, self.strength)
+        return precision
+
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), "fisher": self.fisher, "draws": self.draws, "seed": self.seed}
+
+    def _read_settings(self, settings: store.Settings) -> dict[str, Any]:
+        return {
+            **super()._read_settings(settings),
+            "fisher": settings.choice("fisher", FISHERS),
+            "draws": max(settings.whole("draws"), 1),
+            "seed": settings.whole("seed"),
+        }

@@ -1,0 +1,281 @@
+"""The face that all methods share."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from limpet import store
+from limpet.curvature import Block, Structure, discover, named_parameters, plain, unwrapped
+from limpet.errors import LimpetError, MemoryFileError, NotProtectedWarning
+from limpet.forecast import Forecast, forecast
+from limpet.likelihoods import Likelihood, resolve
+from limpet.optimizers import warn
+from limpet.posterior import Held, Posterior
+from limpet.precision import STRUCTURES
+from limpet.predictive import predictive, sample_weights
+from limpet.protect import Protection, ProximalState, StepObserver
+from limpet.report import Report, report, running_statistics
+
+PRIOR_MEANS = ("zero", "initial")
+"""What the weights are thought to be before the first task: zero, or what they were when the memory was made."""
+
+MAX_SIDE = 4096
+"""The longest side of a block that keeps a dense factor."""
+
+
+class Memory(ABC):
+    """What a network knows, as a Gaussian over its weights. Use one of the methods: `limpet.OnlineLaplace`, ..."""
+
+    method: ClassVar[str]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        likelihood: str | Likelihood,
+        structure: str,
+        strength: float,
+        prior_precision: float,
+        prior_mean: str,
+        exclude: Iterable[str | nn.Module],
+        max_side: int,
+    ) -> None:
+        if structure not in STRUCTURES:
+            raise ValueError(f"structure must be one of {', '.join(STRUCTURES)}, not {structure!r}")
+        if prior_mean not in PRIOR_MEANS:
+            raise ValueError(f"prior_mean must be one of {', '.join(PRIOR_MEANS)}, not {prior_mean!r}")
+        if not (isinstance(prior_precision, int | float) and 0 <= prior_precision < math.inf):
+            raise ValueError(f"prior_precision must be a finite number >= 0, not {prior_precision!r}")
+        self.model = unwrapped(model)
+        self.likelihood = resolve(likelihood)
+        self.strength = strength
+        self.exclude = _excluded_names(self.model, exclude)
+        self.posterior = Posterior(self.model, Structure(structure, max_side), float(prior_precision), prior_mean)
+        self.examples = 0
+        self.tasks = 0
+        self.unused: frozenset[str] = frozenset()
+        self._direct: set[str] = set()
+        self._protection: Protection | None = None
+        self._proximal_state: ProximalState | None = None
+        self.posterior.arrange(self._planned())
+        self._say_what_is_not_protected()
+
+    @property
+    def strength(self) -> float:
+        """What the Fisher of the tasks to come is multiplied by; it may be changed between tasks."""
+        return self._strength
+
+    @strength.setter
+    def strength(self, value: float) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ValueError(f"strength must be a finite number >= 0, not {value!r}")
+        self._strength = float(value)
+
+    @property
+    def structure(self) -> str:
+        """The structure of the precision."""
+        return self.posterior.structure.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that the memory holds."""
+        return self.posterior.nbytes
+
+    def protect(
+        self,
+        optimizer: Any,
+        *,
+        examples: int,
+        every: int = 1,
+        mode: str = "auto",
+        reduction: str = "mean",
+        batch_size: int | None = None,
+    ) -> Protection:
+        """Hold on to what is known while the body trains: `with memory.protect(optimizer, examples=N): ...`.
+
+        `examples` is N, the examples of the new task, epochs not counted. `mode` is "proximal" (SGD; cannot diverge;
+        with `every=k` taken every k steps) or "gradient" (any optimizer), chosen by the optimizer when "auto". The
+        loss is a mean over examples; one that sums over a batch says reduction="sum" and batch_size.
+        """
+        if self._protection is not None:
+            raise LimpetError(
+                "this memory is protecting already: leave the first `with memory.protect(...)` block first"
+            )
+        self.posterior.arrange(self._planned())
+        if self._proximal_state is None:
+            self._proximal_state = ProximalState()
+        return Protection(
+            self.posterior,
+            optimizer,
+            examples=examples,
+            every=every,
+            mode=mode,
+            reduction=reduction,
+            batch_size=batch_size,
+            state=self._proximal_state,
+            observer=self._observer(examples),
+            on_enter=self._entered,
+            on_exit=self._left,
+        )
+
+    def _entered(self, protection: Protection) -> None:
+        self._protection = protection
+
+    def _left(self, finished: bool) -> None:
+        self._protection = None
+        if finished:
+            self._proximal_state = None
+
+    def _observer(self, examples: int) -> StepObserver | None:
+        """Who watches the steps."""
+        return None
+
+    def penalty(self) -> Tensor:
+        """1/2 (w - mean)^T L (w - mean) as a differentiable scalar, not yet divided by the examples.
+
+        For people who would rather add it to the loss: `loss + memory.penalty() / examples`.
+        """
+        return self.posterior.penalty()
+
+    def forecast(self) -> Forecast:
+        """The predicted rise of the mean old loss since the last consolidation, in nats per example."""
+        return forecast(self.posterior, self.examples)
+
+    def sample_weights(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """The protected parameters, drawn from the Gaussian that the memory is."""
+        return sample_weights(self.posterior, generator)
+
+    def predictive(self, inputs: Any, *, draws: int = 20, generator: torch.Generator | None = None) -> Any:
+        """Predictions averaged over weights drawn from the memory: class probabilities for a categorical."""
+        return predictive(self.posterior, self.likelihood, inputs, draws=draws, generator=generator)
+
+    def report(self) -> Report:
+        """Every parameter of the model: its block, structure, bytes, and whether it is protected or why not."""
+        title = (
+            f"{type(self).__name__}: {self.structure}, strength {self.strength:g}, {self.tasks} tasks, "
+            f"{self.examples:,} examples"
+        )
+        return report(self.posterior, title, exclude=self.exclude, unused=self.unused)
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} structure={self.structure!r} strength={self.strength:g} tasks={self.tasks} "
+            f"examples={self.examples} bytes={self.nbytes}>"
+        )
+
+    def _planned(self, also: Collection[str] = ()) -> list[Block]:
+        """The blocks of the model as it is now; those found to be used directly once stay so."""
+        found: list[Block] = []
+        for block in discover(self.model, self.exclude, also):
+            found.extend(block.made_direct() if self._direct & set(block.parameters) else [block])
+        return found
+
+    def _current_mean(self, held: Held) -> Tensor:
+        """The weights as they are now, to become a block's mean."""
+        return held.matrix(self.posterior.weights()).detach().clone()
+
+    def _say_what_is_not_protected(self) -> None:
+        frozen = [name for name, parameter in named_parameters(self.model).items() if not parameter.requires_grad]
+        statistics = list(running_statistics(self.model))
+        parts = []
+        if frozen:
+            parts.append(
+                f"{len(frozen)} frozen parameters (such as {frozen[0]}); unfreeze them first if they will train"
+            )
+        if statistics:
+            parts.append(
+                f"{len(statistics)} running statistics (such as {statistics[0]}), which follow the newest data; keep "
+                "those modules in eval mode while you train"
+            )
+        if parts:
+            warn(f"not protected: {'; '.join(parts)}. memory.report() lists all", NotProtectedWarning)
+
+    # --- keeping ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> store.State:
+        """All that the memory holds: {"metadata": plain JSON values, "tensors": tensors by name}."""
+        return store.collect(self.posterior, self._settings(), self._proximal_state, self._extra_tensors())
+
+    def load_state_dict(self, state: store.State) -> None:
+        """Take over a state that `state_dict` made, for the same method, structure and model; all of it or nothing."""
+        store.check_settings(state, {"method": self.method, "structure": self.structure})
+        previous = self._direct
+        try:
+            with store.refusing():
+                self._direct = store.direct_parameters(state)
+                settings = store.Settings(state)
+                attributes = self._read_settings(settings)
+                prior_precision = settings.number("prior_precision")
+                prior_mean = settings.choice("prior_mean", PRIOR_MEANS)
+                blocks = self._planned(also=store.parameter_names(state))
+                held, constant, proximal, extra = store.restore(state, blocks, self.posterior)
+                attributes.update(self._read_extra(settings, extra))
+        except MemoryFileError:
+            self._direct = previous
+            raise
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        self.posterior.held, self.posterior.constant = held, constant
+        self.posterior.prior_precision, self.posterior.prior_mean = prior_precision, prior_mean
+        self._proximal_state = proximal
+
+    def save(self, path: str | Path) -> None:
+        """Keep the memory in a file: safetensors with a versioned header, no pickle."""
+        store.write(path, self.state_dict())
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "method": self.method,
+            "structure": self.structure,
+            "strength": self.strength,
+            "prior_precision": self.posterior.prior_precision,
+            "prior_mean": self.posterior.prior_mean,
+            "likelihood": self.likelihood.describe(),
+            "max_side": self.posterior.structure.max_side,
+            "exclude": list(self.exclude),
+            "examples": self.examples,
+            "tasks": self.tasks,
+            "unused": sorted(self.unused),
+        }
+
+    def _read_settings(self, settings: store.Settings) -> dict[str, Any]:
+        """The attributes that settings stand for."""
+        return {
+            "strength": settings.number("strength"),
+            "examples": settings.whole("examples"),
+            "tasks": settings.whole("tasks"),
+            "unused": frozenset(settings.names("unused")),
+        }
+
+    def _extra_tensors(self) -> dict[str, Tensor]:
+        """Tensors of a method's own."""
+        return {}
+
+    def _read_extra(self, settings: store.Settings, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """The attributes that a method's own tensors stand for."""
+        if tensors:
+            raise MemoryFileError(f"tensors that {type(self).__name__} does not know: {', '.join(sorted(tensors))}")
+        return {}
+
+
+def _excluded_names(model: nn.Module, exclude: Iterable[str | nn.Module]) -> tuple[str, ...]:
+    """Names and patterns as they are; modules by their names."""
+    if isinstance(exclude, str | nn.Module):
+        exclude = [exclude]
+    names = {module: plain(name) for name, module in model.named_modules()}
+    found = []
+    for item in exclude:
+        if isinstance(item, nn.Module):
+            if item not in names:
+                raise ValueError(f"exclude: this {type(item).__name__} is not a module of the model")
+            found.append(names[item])
+        else:
+            found.append(plain(item))
+    return tuple(found)

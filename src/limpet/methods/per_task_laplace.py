@@ -1,0 +1,52 @@
+"""Per-task Laplace: a penalty around the mode of every task. With the diagonal structure it is EWC."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from limpet.curvature import Fisher
+from limpet.methods.laplace import Laplace
+from limpet.posterior import Held
+
+
+class PerTaskLaplace(Laplace):
+    """sum_t 1/2 strength (w - mean_t)^T F_t (w - mean_t), the prior joined to the first task's term.
+
+    The sum of all those quadratics is one quadratic. Around the newest mean m it has the precision L = sum of all
+    F_t, the slope sum F_t (m - mean_t) and a constant, and all three follow from the ones before: with d the way from
+    the old mean to the new one,
+
+        slope' = slope + L d,    constant' = constant + slope^T d + 1/2 d^T L d,    L' = L + strength F
+
+    so no mean but the newest is kept, and the diagonal stays of constant size. Elastic weight consolidation of
+    Kirkpatrick et al. (2017) is structure="diagonal".
+
+    >>> import torch, limpet
+    >>> model = torch.nn.Linear(3, 2)
+    >>> ewc = limpet.PerTaskLaplace(model, structure="diagonal", strength=100.0)
+    >>> ewc.consolidate([(torch.randn(20, 3), torch.randint(0, 2, (20,)))])
+    >>> ewc.penalty().item()
+    0.0
+    """
+
+    method = "per-task-laplace"
+
+    def _settle(self, fishers: list[Fisher]) -> None:
+        self._moved = 0.0
+        super()._settle(fishers)
+        self.posterior.constant += self._moved
+
+    def _updated(self, held: Held, fishers: list[Fisher]) -> Held:
+        if held.block.name not in fishers[-1].terms:
+            return held
+        mean, slope = self._current_mean(held), None
+        if held.tasks:
+            d = (mean - held.mean).double()
+            precision = held.precision.to(d.device, torch.float64)
+            force = precision.apply(d)
+            old = torch.zeros_like(d) if held.slope is None else held.slope.double()
+            self._moved += float((old * d).sum() + (d * force).sum() / 2)
+            slope = (old + force).to(held.mean.dtype)
+        return replace(held, mean=mean, slope=slope, precision=self._added(held, fishers), tasks=held.tasks + 1)

@@ -1,0 +1,198 @@
+"""Synaptic Intelligence (Zenke, Poole, Ganguli 2017): importance by how much a weight did for the loss on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from limpet import store
+from limpet.curvature import Block, is_excluded, named_parameters
+from limpet.curvature.blocks import direct
+from limpet.errors import LimpetError, MemoryFileError
+from limpet.methods.memory import MAX_SIDE, Memory
+from limpet.posterior import Held
+from limpet.precision import Diagonal, DiagonalTerm
+from limpet.protect import StepObserver
+
+
+class SynapticIntelligence(Memory):
+    """Loss + strength sum_k Omega_k (w_k - mean_k)^2, with the path integral of the loss gradient as importance.
+
+        omega_k = - sum over steps of g_k (change of w_k)
+        Omega_k <- max(0, Omega_k + omega_k / ((change of w_k over the task)^2 + damping))
+
+    g is the gradient of the loss alone, before any penalty. Here the penalty is divided by the examples N of the task
+    that is being learned, so the importance of a task is kept times its own N; for tasks of one size that is the
+    original. Everything happens under `protect`, the first task included; `consolidate` needs no data.
+
+    >>> import torch, limpet
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Linear(3, 2)
+    >>> x, y = torch.randn(20, 3), torch.randint(0, 2, (20,))
+    >>> memory = limpet.SynapticIntelligence(model, strength=0.1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with memory.protect(optimizer, examples=20):
+    ...     for _ in range(5):
+    ...         optimizer.zero_grad()
+    ...         torch.nn.functional.cross_entropy(model(x), y).backward()
+    ...         optimizer.step()
+    >>> memory.consolidate()
+    >>> memory.tasks
+    1
+    """
+
+    method = "synaptic-intelligence"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        strength: float = 1.0,
+        damping: float = 0.1,
+        prior_precision: float = 0.0,
+        prior_mean: str = "zero",
+        exclude: Iterable[str | nn.Module] = (),
+    ) -> None:
+        if not damping > 0:
+            raise ValueError(f"damping must be > 0, not {damping!r}")
+        self.damping = float(damping)
+        self._watch: Watch | None = None
+        super().__init__(
+            model,
+            likelihood="categorical",
+            structure="diagonal",
+            strength=strength,
+            prior_precision=prior_precision,
+            prior_mean=prior_mean,
+            exclude=exclude,
+            max_side=MAX_SIDE,
+        )
+
+    def _planned(self, also: Any = ()) -> list[Block]:
+        """Every parameter is a block of its own: importance is counted weight by weight, whatever the layer."""
+        return [
+            direct(name, parameter.shape)
+            for name, parameter in named_parameters(self.model).items()
+            if name in also or (parameter.requires_grad and not is_excluded(name, self.exclude))
+        ]
+
+    def _observer(self, examples: int) -> StepObserver | None:
+        if self._watch is None:
+            self._watch = Watch.begin(self.posterior.weights(), list(self.posterior.held))
+        self._watch.parameters = self.posterior.weights()
+        self._watch.examples = examples
+        return self._watch
+
+    def consolidate(self, batches: Iterable[Any] | None = None) -> None:
+        """Take the task in that was just learned under `protect`. No data are needed."""
+        if self._protection is not None:
+            raise LimpetError("consolidate after the `with memory.protect(...)` block, not inside it")
+        watch = self._watch
+        if watch is None or not watch.steps:
+            raise LimpetError(
+                "no step was seen since the last task: Synaptic Intelligence learns its importances during training, "
+                "so train every task, the first one too, inside `with memory.protect(optimizer, examples=N):`"
+            )
+        weights = self.posterior.weights()
+        held_now = dict(self.posterior.held)
+        for name, held in held_now.items():
+            if name not in watch.path:
+                continue
+            change = weights[name].detach().to(watch.start[name].dtype) - watch.start[name]
+            importance = watch.path[name] / (change.square() + self.damping)
+            # the penalty is 1/2 L d^2 / N, that of the paper strength * Omega d^2
+            term = held.block.matrix([2 * watch.examples * importance])
+            precision = held.precision.add(DiagonalTerm(_kept_positive(term, held, self.strength)), self.strength)
+            held_now[name] = replace(held, mean=self._current_mean(held), precision=precision, tasks=held.tasks + 1)
+        self.posterior.held = held_now
+        self.examples += watch.examples
+        self.tasks += 1
+        self._proximal_state = None
+        self._watch = None
+
+    def _settings(self) -> dict[str, Any]:
+        watch = self._watch
+        running = None if watch is None else {"steps": watch.steps, "examples": watch.examples}
+        return {**super()._settings(), "damping": self.damping, "watch": running}
+
+    def _read_settings(self, settings: store.Settings) -> dict[str, Any]:
+        return {**super()._read_settings(settings), "damping": settings.number("damping")}
+
+    def _extra_tensors(self) -> dict[str, Tensor]:
+        if self._watch is None:
+            return {}
+        pairs = (("path", self._watch.path), ("start", self._watch.start))
+        return {f"watch.{kind}.{name}": tensor for kind, tensors in pairs for name, tensor in tensors.items()}
+
+    def _read_extra(self, settings: store.Settings, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        running = settings.part("watch")
+        if running is None:
+            return {**super()._read_extra(settings, tensors), "_watch": None}
+        weights = self.posterior.weights()
+        watch = Watch(weights, {}, {}, steps=int(running["steps"]), examples=int(running["examples"]))
+        for key, tensor in tensors.items():
+            kind, _, name = key.removeprefix("watch.").partition(".")
+            if kind not in ("path", "start") or name not in weights or weights[name].shape != tensor.shape:
+                raise MemoryFileError(f"{key} fits no parameter of the model")
+            (watch.path if kind == "path" else watch.start)[name] = tensor.to(weights[name].device)
+        if watch.path.keys() != watch.start.keys():
+            raise MemoryFileError("the path integral of the task being learned is not whole")
+        return {"_watch": watch}
+
+
+def _kept_positive(term: Tensor, held: Held, strength: float) -> Tensor:
+    """The term, raised to where neither the sum of importances nor that times the strengths falls below zero."""
+    precision = held.precision
+    assert isinstance(precision, Diagonal)
+    term = torch.maximum(term, -precision.values.plain)
+    return torch.maximum(term, -precision.values.total / strength) if strength else term
+
+
+class Watch:
+    """The path integral of one task, step by step."""
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        path: dict[str, Tensor],
+        start: dict[str, Tensor],
+        *,
+        steps: int = 0,
+        examples: int = 0,
+    ) -> None:
+        self.parameters = parameters
+        self.path = path
+        self.start = start
+        self.steps = steps
+        self.examples = examples
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}
+
+    @classmethod
+    def begin(cls, parameters: dict[str, nn.Parameter], names: list[str]) -> Watch:
+        """Nothing walked yet."""
+        start = {}
+        for name in names:
+            weight = parameters[name].detach()
+            start[name] = weight.to(torch.promote_types(weight.dtype, torch.float32)).clone()
+        return cls(parameters, {name: torch.zeros_like(tensor) for name, tensor in start.items()}, start)
+
+    def before_step(self, gradients: dict[str, Tensor]) -> None:
+        """Remember gradient and weights."""
+        self._before = {
+            name: (gradient.detach().clone(), self.parameters[name].detach().clone())
+            for name, gradient in gradients.items()
+            if name in self.path
+        }
+
+    def after_step(self) -> None:
+        """omega -= g * (what the step changed)."""
+        for name, (gradient, before) in self._before.items():
+            path = self.path[name]
+            change = self.parameters[name].detach().to(path.dtype) - before.to(path.dtype)
+            path -= gradient.to_dense().to(path.dtype) * change
+        self._before = {}
+        self.steps += 1

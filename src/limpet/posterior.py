@@ -1,0 +1,148 @@
+"""The Gaussian that a memory is: a mean and a precision for every block of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from limpet.curvature import Block, Structure, named_parameters
+from limpet.errors import LimpetError
+from limpet.precision import STRUCTURES, Kronecker, KroneckerSum, Precision
+
+
+@dataclass(frozen=True)
+class Held:
+    """One block: penalty(w) = 1/2 (w - mean)^T L (w - mean) + slope^T (w - mean).
+
+    The slope is there only where the penalties of several tasks, each around its own mean, are kept as one.
+    """
+
+    block: Block
+    mean: Tensor
+    precision: Precision
+    slope: Tensor | None = None
+    tasks: int = 0  # tasks whose Fisher is in the precision
+
+    def matrix(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """The block's weights as its matrix, in the dtype the memory is kept in."""
+        return self.block.gather(weights).to(self.mean.device, self.mean.dtype)
+
+    def value(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """The penalty, differentiable."""
+        d = self.matrix(weights) - self.mean
+        value = self.precision.quadratic(d) / 2
+        return value if self.slope is None else value + (self.slope * d).sum()
+
+    def gradient(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """The gradient of the penalty."""
+        gradient = self.precision.apply(self.matrix(weights) - self.mean)
+        return gradient if self.slope is None else gradient + self.slope
+
+    def proximal(self, point: Tensor, step: float) -> Tensor:
+        """argmin over w of 1/(2 step) ||w - point||^2 + penalty(w)."""
+        d = point - self.mean
+        if self.slope is not None:
+            d = d - step * self.slope
+        return self.mean + self.precision.proximal(d, step)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors kept for the block."""
+        own = [self.mean] if self.slope is None else [self.mean, self.slope]
+        return self.precision.nbytes + sum(tensor.untyped_storage().nbytes() for tensor in own)
+
+
+class Posterior:
+    """All blocks of a model, by name, and the settings by which new ones are started."""
+
+    def __init__(self, model: nn.Module, structure: Structure, prior_precision: float, prior_mean: str) -> None:
+        self.model = model
+        self.structure = structure
+        self.prior_precision = prior_precision
+        self.prior_mean = prior_mean
+        self.held: dict[str, Held] = {}
+        self.constant = 0.0
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The model's parameters by name, as they are now."""
+        return named_parameters(self.model)
+
+    def penalty(self) -> Tensor:
+        """The whole penalty, differentiable, not divided by the number of examples."""
+        weights = self.weights()
+        values = [held.value(weights) for held in self.held.values()]
+        if not values:
+            raise LimpetError("the memory holds no block: the model has no trainable parameter to protect")
+        return torch.stack([value.to(values[0].device) for value in values]).sum() + self.constant
+
+    def start(self, block: Block) -> Held:
+        """A block that knows only the prior."""
+        weights = self.weights()
+        matrix = block.gather(weights).detach()
+        like = matrix.new_zeros((), dtype=torch.promote_types(matrix.dtype, torch.float32))
+        mean = like.expand(block.shape) if self.prior_mean == "zero" else matrix.to(like.dtype).clone()
+        return Held(block, mean, self._prior(block, like))
+
+    def _prior(self, block: Block, like: Tensor) -> Precision:
+        kind = STRUCTURES[self.structure.of(block)]
+        if issubclass(kind, Kronecker | KroneckerSum):
+            return kind.start(block.shape, self.prior_precision, like, **self.structure.sides(block))
+        return kind.start(block.shape, self.prior_precision, like)
+
+    def without_tasks(self, held: Held) -> Held:
+        """The same block and mean with the prior alone as precision."""
+        like = held.mean.new_zeros(())
+        return replace(held, precision=self._prior(held.block, like), slope=None, tasks=0)
+
+    def arrange(self, blocks: Sequence[Block]) -> None:
+        """Make the blocks those of the model as it is now, or as a pass found it must be measured.
+
+        New parameters start from the prior. A block that no task has gone into yet may be cut up otherwise; one
+        that holds tasks stays, and changing it is an error.
+        """
+        by_parameters = {held.block.parameters: held for held in self.held.values()}
+        wanted = {block.parameters for block in blocks}
+        covered = {name for block in blocks for name in block.parameters}
+        arranged: dict[str, Held] = {}
+        for block in blocks:
+            old = by_parameters.get(block.parameters)
+            if old is not None and old.block.kind == block.kind and old.block.shape == block.shape:
+                arranged[block.name] = replace(old, block=block)
+            else:
+                arranged[block.name] = self._cut_anew(block)
+        for held in self.held.values():
+            if held.tasks and held.block.parameters not in wanted:
+                if covered & set(held.block.parameters):
+                    raise LimpetError(
+                        f"{held.block.name} was measured with {', '.join(held.block.parameters)} together, and the "
+                        "model now trains or uses only part of them: set requires_grad as it was"
+                    )
+                arranged[held.block.name] = held  # frozen since: its weights stay, and so does what is known
+        self.held = arranged
+
+    def _cut_anew(self, block: Block) -> Held:
+        """A block of parameters of which some may stand in other blocks already, with no task in them."""
+        fresh = self.start(block)
+        means: dict[str, Tensor] = dict(zip(block.parameters, block.split(fresh.mean), strict=True))
+        for held in self.held.values():
+            shared = set(held.block.parameters) & set(block.parameters)
+            if shared and held.tasks:
+                raise LimpetError(
+                    f"{held.block.name} was measured as {held.block.kind} before and cannot be measured so any more; "
+                    "the model uses its weights in another way now: begin a new memory"
+                )
+            parts = dict(zip(held.block.parameters, held.block.split(held.mean), strict=True))
+            means.update({name: parts[name] for name in shared})
+        return replace(fresh, mean=block.gather(means))
+
+    def replace_all(self, change: Callable[[Held], Held]) -> None:
+        """Put every block through `change`, all or none."""
+        self.held = {name: change(held) for name, held in self.held.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors kept."""
+        return sum(held.nbytes for held in self.held.values())

@@ -1,0 +1,302 @@
+"""Hold on during training: the penalty as hooks of the optimizer's own step.
+
+The objective is mean loss + (1 / N) penalty(w). Two ways to add the penalty:
+
+- gradient: before the step, grad += gradient of the penalty / N. Any optimizer; stiff penalties make SGD diverge.
+- proximal: after the step, w <- argmin 1/(2 s) ||w - v||^2 + penalty(w) / N, which cannot diverge. For SGD, whose
+  step size at rest is s = lr (1 - dampening) / (1 - momentum), Nesterov or not. Taken every k steps with the control
+  variate of ProxSkip (Mishchenko et al. 2022), which keeps the fixed point: with h the force of the penalty, after
+  every step w += s h; every k steps, with S the sum of the s since the last time, z = w - S h, w = prox_S(z),
+  h = (w - z) / S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from limpet.errors import LimpetError, LimpetWarning, UnsupportedError
+from limpet.optimizers import inner_optimizer, refuse_unsupported, warn
+from limpet.posterior import Held, Posterior
+
+MODES = ("auto", "proximal", "gradient")
+
+
+class StepObserver(Protocol):
+    """Somebody who watches the steps: the loss gradient before any penalty joins, and what the step changed."""
+
+    def before_step(self, gradients: dict[str, Tensor]) -> None:
+        """The gradients of the loss are known, the weights still old."""
+
+    def after_step(self) -> None:
+        """The weights are new."""
+
+
+@dataclass
+class ProximalState:
+    """What proximal mode carries from step to step. Part of a memory's saved state."""
+
+    count: int = 0
+    force: dict[str, Tensor] = field(default_factory=dict)  # h, as each block's matrix
+    pending: dict[str, float] = field(default_factory=dict)  # S
+
+
+@dataclass
+class Bound:
+    """A block with its parameters, those of them that the optimizer steps, and their groups."""
+
+    held: Held
+    parameters: list[nn.Parameter]
+    groups: list[dict[str, Any] | None]
+
+    def weights(self) -> dict[str, Tensor]:
+        return dict(zip(self.held.block.parameters, self.parameters, strict=True))
+
+
+class Protection:
+    """`with memory.protect(optimizer, examples=N):` every step of the optimizer now also holds fast."""
+
+    def __init__(
+        self,
+        posterior: Posterior,
+        optimizer: Any,
+        *,
+        examples: int,
+        every: int = 1,
+        mode: str = "auto",
+        reduction: str = "mean",
+        batch_size: int | None = None,
+        state: ProximalState | None = None,
+        observer: StepObserver | None = None,
+        on_enter: Callable[[Protection], None] = lambda _: None,
+        on_exit: Callable[[bool], None] = lambda _: None,
+    ) -> None:
+        self.posterior = posterior
+        self.optimizer = inner_optimizer(optimizer)
+        self.mode = _mode(self.optimizer, mode, every)
+        self.every = every
+        self.weight = _weight(examples, reduction, batch_size)
+        self.state = state if state is not None else ProximalState()
+        self._observer = observer
+        self._on_enter = on_enter
+        self._on_exit = on_exit
+        self._handles: list[Any] = []
+        self._bound: list[Bound] = []
+        self._original: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # parameter, its gradient, ours in its place
+
+    def __enter__(self) -> Protection:
+        refuse_unsupported(self.optimizer)
+        self._bound = list(self._bind())
+        if not self._bound:
+            raise LimpetError(
+                "the optimizer holds none of the parameters that the memory protects: make it from the parameters "
+                "of the same model, after the model is on its device"
+            )
+        self._handles = [
+            self.optimizer.register_step_pre_hook(self._pre_hook),
+            self.optimizer.register_step_post_hook(self._post_hook),
+        ]
+        self._on_enter(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._give_back()
+        finished = exception[0] is None
+        if finished and self.mode == "proximal":
+            for bound in self._bound:
+                self._pull(bound)
+        self._on_exit(finished)
+
+    def _bind(self) -> Iterator[Bound]:
+        group_of = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
+        weights = self.posterior.weights()
+        decayed = []
+        for held in self.posterior.held.values():
+            parameters = [weights[name] for name in held.block.parameters]
+            groups = [group_of.get(parameter) for parameter in parameters]
+            if any(group is not None for group in groups):
+                yield Bound(held, parameters, groups)
+                if any(group is not None and group.get("weight_decay") for group in groups):
+                    decayed.append(held.block.name)
+        if decayed:
+            warn(
+                f"weight decay pulls protected weights to zero, against the memory ({_few(decayed)}): set "
+                "weight_decay=0 for them; the prior of the memory takes its place",
+                LimpetWarning,
+            )
+
+    def _pre_hook(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A closure runs inside the step, after this hook: what is to be done with its gradients goes with it.
+        # args[0] is the optimizer itself.
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._gradients_known()
+            return None
+
+        def wrapped() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._gradients_known()
+            return loss
+
+        if len(args) > 1:
+            return (args[0], wrapped, *args[2:]), kwargs
+        return args, {**kwargs, "closure": wrapped}
+
+    def _skipped(self) -> bool:
+        """Whether a fused optimizer under GradScaler found inf and leaves the weights alone."""
+        found_inf = getattr(self.optimizer, "found_inf", None)
+        return found_inf is not None and bool(found_inf > 0)
+
+    @torch.no_grad()
+    def _gradients_known(self) -> None:
+        self._give_back()
+        if self._skipped():
+            return
+        scale = getattr(self.optimizer, "grad_scale", None)  # a fused optimizer divides by it inside the step
+        if self._observer is not None:
+            self._observer.before_step(
+                {
+                    name: parameter.grad if scale is None else parameter.grad / scale.to(parameter.device)
+                    for bound in self._bound
+                    for name, parameter in bound.weights().items()
+                    if isinstance(parameter, nn.Parameter) and parameter.grad is not None
+                }
+            )
+        if self.mode == "gradient":
+            for bound in self._bound:
+                self._add_gradient(bound, scale)
+
+    def _add_gradient(self, bound: Bound, scale: Tensor | None) -> None:
+        if all(parameter.grad is None for parameter in bound.parameters):
+            return
+        gradient = bound.held.gradient(bound.weights()) * self.weight
+        parts = bound.held.block.split(gradient)
+        for parameter, group, part in zip(bound.parameters, bound.groups, parts, strict=True):
+            if group is None or parameter.grad is None:
+                continue
+            part = -part if group.get("maximize") else part
+            if scale is not None:
+                part = part * scale.to(part.device)
+            # A tensor in place of the gradient, not a change to it: after the step the user's is there again.
+            ours = parameter.grad + part.to(parameter.device, parameter.dtype)
+            self._original.append((parameter, parameter.grad, ours))
+            parameter.grad = ours
+
+    def _give_back(self) -> None:
+        for parameter, gradient, ours in self._original:
+            if parameter.grad is ours:
+                parameter.grad = gradient
+        self._original.clear()
+
+    @torch.no_grad()
+    def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._give_back()
+        if self._skipped():
+            return
+        if self.mode == "proximal":
+            self._proximal_step()
+        if self._observer is not None:
+            self._observer.after_step()
+
+    def _proximal_step(self) -> None:
+        self.state.count += 1
+        due = self.state.count % self.every == 0
+        for bound in self._bound:
+            step = self._step_size(bound)
+            if step:
+                name = bound.held.block.name
+                self.state.pending[name] = self.state.pending.get(name, 0.0) + step
+                force = self.state.force.get(name)
+                if force is not None and self.every > 1:
+                    self._move(bound, force, step)
+            if due:
+                self._pull(bound)
+
+    @torch.no_grad()
+    def _pull(self, bound: Bound) -> None:
+        """The proximal map for the steps since the last one."""
+        name = bound.held.block.name
+        total = self.state.pending.pop(name, 0.0)
+        if not total:
+            return
+        force = self.state.force.get(name)
+        point = bound.held.matrix(bound.weights())
+        if force is not None and self.every > 1:
+            point = point - total * force
+        pulled = bound.held.proximal(point, total * self.weight)
+        for parameter, part in zip(bound.parameters, bound.held.block.split(pulled), strict=True):
+            parameter.copy_(part)
+        if self.every > 1:
+            self.state.force[name] = (pulled - point) / total
+
+    def _move(self, bound: Bound, force: Tensor, step: float) -> None:
+        for parameter, part in zip(bound.parameters, bound.held.block.split(force), strict=True):
+            parameter.add_(part.to(parameter.device, parameter.dtype), alpha=step)
+
+    def _step_size(self, bound: Bound) -> float:
+        """s of this step; 0 where the block had no gradient."""
+        moved = [
+            group is not None and parameter.grad is not None
+            for parameter, group in zip(bound.parameters, bound.groups, strict=True)
+        ]
+        if not any(moved):
+            return 0.0
+        sizes = {_sgd_step(group) for group in bound.groups if group is not None}
+        if not all(moved) or len(sizes) > 1:
+            raise UnsupportedError(
+                f"{bound.held.block.name} is one block ({', '.join(bound.held.block.parameters)}), and proximal mode "
+                "moves it as one: give its parameters the same lr and momentum and all of them a gradient, or use "
+                "mode='gradient'"
+            )
+        return sizes.pop()
+
+
+def _sgd_step(group: dict[str, Any]) -> float:
+    """The step size of SGD at rest: the momentum buffer there is (1 - dampening) / (1 - momentum) gradients."""
+    momentum = float(group["momentum"])
+    if not momentum:
+        return float(group["lr"])
+    return float(group["lr"]) * (1 - float(group["dampening"])) / (1 - momentum)
+
+
+def _mode(optimizer: Any, mode: str, every: int) -> str:
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every must be a whole number >= 1, not {every!r}")
+    sgd = isinstance(optimizer, torch.optim.SGD)
+    if mode == "auto":
+        mode = "proximal" if sgd else "gradient"
+    if mode == "proximal" and not sgd:
+        raise UnsupportedError(
+            f"proximal mode needs torch.optim.SGD, whose step has one size; {type(optimizer).__name__} scales every "
+            "weight by itself: use mode='gradient'"
+        )
+    if mode == "gradient" and every > 1:
+        raise UnsupportedError("every > 1 is for proximal mode (SGD): in gradient mode every step holds on")
+    return mode
+
+
+def _weight(examples: int, reduction: str, batch_size: int | None) -> float:
+    """What the penalty is multiplied by, beside the user's loss."""
+    if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
+        raise ValueError(f"examples must be the number of examples of the task, a whole number >= 1, not {examples!r}")
+    if reduction == "mean":
+        return 1 / examples
+    if reduction != "sum":
+        raise ValueError(f"reduction must be 'mean' or 'sum', not {reduction!r}")
+    if batch_size is None:
+        raise ValueError("reduction='sum' needs batch_size=, the number of examples that a step's loss sums over")
+    return batch_size / examples
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

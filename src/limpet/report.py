@@ -1,0 +1,122 @@
+"""What a memory holds, and what it does not: every parameter and every running statistic of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import nn
+
+from limpet.curvature import DIRECT, is_excluded, named_parameters, plain
+from limpet.posterior import Held, Posterior
+from limpet.precision import Kronecker, KroneckerSum
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter or buffer of the model."""
+
+    name: str
+    shape: tuple[int, ...]
+    block: str
+    structure: str
+    bytes: int
+    protected: bool
+    note: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """`rows` is the data, `str(report)` the table."""
+
+    title: str
+    rows: tuple[Row, ...]
+    nbytes: int
+
+    def __str__(self) -> str:
+        header = ("parameter", "shape", "block", "structure", "bytes", "protected", "note")
+        cells = [header] + [
+            (
+                row.name,
+                "x".join(map(str, row.shape)) or "scalar",
+                row.block,
+                row.structure,
+                f"{row.bytes:,}",
+                "yes" if row.protected else "NO",
+                row.note,
+            )
+            for row in self.rows
+        ]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        protected = sum(row.protected for row in self.rows)
+        total = f"{protected} of {len(self.rows)} protected, {self.nbytes:,} bytes"
+        return "\n".join([self.title, *lines, total])
+
+
+def report(posterior: Posterior, title: str, *, exclude: Collection[str], unused: Collection[str]) -> Report:
+    """A row for every parameter of the model, and one for every running statistic."""
+    places = {name: held for held in posterior.held.values() for name in held.block.parameters}
+    rows = []
+    for name, parameter in named_parameters(posterior.model).items():
+        held = places.get(name)
+        shape = tuple(parameter.shape)
+        if held is None:
+            rows.append(Row(name, shape, "", "", 0, False, _why_not(name, parameter, exclude)))
+        else:
+            note = _note(held, name, parameter, unused)
+            rows.append(Row(name, shape, held.block.name, structure_of(held), _share(held, name), True, note))
+    for name, size in running_statistics(posterior.model).items():
+        rows.append(Row(name, size, "", "", 0, False, "running statistics: they follow the newest data"))
+    return Report(title, tuple(rows), posterior.nbytes)
+
+
+def structure_of(held: Held) -> str:
+    """The structure of a block, and which of its sides keep only a diagonal factor."""
+    precision = held.precision
+    kind = precision.structure
+    inner = precision.eigenbasis if isinstance(precision, KroneckerSum) else precision
+    if not isinstance(inner, Kronecker):
+        return kind
+    sides = [name for name, basis in (("in", inner.inputs), ("out", inner.outputs)) if basis.diagonal]
+    return f"{kind} ({'/'.join(sides)} diagonal)" if sides else kind
+
+
+def _note(held: Held, name: str, parameter: nn.Parameter, unused: Collection[str]) -> str:
+    if not held.tasks:
+        return "no task yet: the prior alone"
+    if name in unused:
+        return "no gradient in the newest task"
+    if not parameter.requires_grad:
+        return "frozen since it was measured"
+    if held.block.kind == DIRECT:
+        return "used by no layer class: exact diagonal, example by example"
+    return held.block.kind
+
+
+def _share(held: Held, name: str) -> int:
+    """The block's bytes, divided among its parameters by size; the first takes what division leaves."""
+    numbers = [shape.numel() for shape in held.block.shapes]
+    shares = [held.nbytes * n // max(sum(numbers), 1) for n in numbers]
+    shares[0] += held.nbytes - sum(shares)
+    return shares[held.block.parameters.index(name)]
+
+
+def _why_not(name: str, parameter: nn.Parameter, exclude: Collection[str]) -> str:
+    if is_excluded(name, exclude):
+        return "excluded by you"
+    if not parameter.requires_grad:
+        return "frozen (requires_grad=False)"
+    return "new since the last consolidation"
+
+
+def running_statistics(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The buffers that training moves and no penalty reaches, with their shapes."""
+    return {
+        plain(name): tuple(buffer.shape)
+        for name, buffer in model.named_buffers()
+        if name.rpartition(".")[2] in ("running_mean", "running_var")
+    }

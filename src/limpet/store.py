@@ -1,0 +1,330 @@
+"""Keep a memory in a file: safetensors with a versioned header, no pickle.
+
+The header's metadata hold four strings: `format` ("limpet memory"), `version`, `limpet` (JSON: method, structure,
+strength, prior, likelihood, examples and tasks seen, the layer map, the library's version) and `sha256`, over the JSON
+and over name, dtype, shape and bytes of every tensor. What does not fit is refused before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from limpet.curvature import DIRECT, Block
+from limpet.errors import LimpetError, MemoryFileError
+from limpet.posterior import Held, Posterior
+from limpet.precision import STRUCTURES
+from limpet.precision.base import fact
+from limpet.protect import ProximalState
+from limpet.version import __version__
+
+FORMAT = "limpet memory"
+VERSION = 1
+HEADER_LIMIT = 100_000_000
+DTYPES = {torch.float32: "F32", torch.float64: "F64"}
+
+
+class State(TypedDict):
+    """What `memory.state_dict()` gives."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+# --- from a memory to a state ----------------------------------------------------------------------------------
+
+
+def collect(
+    posterior: Posterior, settings: dict[str, Any], proximal: ProximalState | None, extra: Mapping[str, Tensor]
+) -> State:
+    """The state of a memory. Its tensors are the memory's own, which never change."""
+    tensors = {f"extra/{name}": tensor.clone() for name, tensor in extra.items()}
+    blocks = []
+    for name, held in posterior.held.items():
+        blocks.append(
+            {
+                "name": name,
+                "kind": held.block.kind,
+                "parameters": dict(zip(held.block.parameters, map(list, held.block.shapes), strict=True)),
+                "structure": held.precision.structure,
+                "shape": list(held.block.shape),
+                "tasks": held.tasks,
+                "precision": held.precision.facts(),
+            }
+        )
+        tensors[f"{name}/mean"] = held.mean
+        if held.slope is not None:
+            tensors[f"{name}/slope"] = held.slope
+        for key, tensor in held.precision.tensors().items():
+            tensors[f"{name}/precision/{key}"] = tensor
+    running = None
+    if proximal is not None and proximal.count:
+        running = {"count": proximal.count, "pending": dict(proximal.pending)}
+        tensors.update({f"{name}/force": tensor for name, tensor in proximal.force.items()})
+    metadata = {
+        "library": __version__,
+        "settings": settings,
+        "blocks": blocks,
+        "constant": posterior.constant,
+        "proximal": running,
+    }
+    return {"metadata": metadata, "tensors": tensors}
+
+
+# --- from a state to a memory ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Whatever goes wrong while a state is read is the state's fault, and said so."""
+    try:
+        yield
+    except MemoryFileError:
+        raise
+    except (LimpetError, KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, OverflowError) as e:
+        raise MemoryFileError(f"the memory is damaged, or not one of ours: {type(e).__name__}: {e}") from e
+
+
+class Settings:
+    """The settings of a state, each checked for what it has to be."""
+
+    def __init__(self, state: State) -> None:
+        self._values: Mapping[str, Any] = state["metadata"]["settings"]
+
+    def number(self, name: str) -> float:
+        """A finite number >= 0."""
+        return fact(dict(self._values), name)
+
+    def whole(self, name: str) -> int:
+        """A whole number >= 0."""
+        value = self._values[name]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} must be a whole number >= 0, not {value!r}")
+        return value
+
+    def choice(self, name: str, choices: Collection[str]) -> str:
+        """One of some words."""
+        value = self._values[name]
+        if not isinstance(value, str) or value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+        return value
+
+    def names(self, name: str) -> list[str]:
+        """A list of names."""
+        value = self._values[name]
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ValueError(f"{name} must be a list of names, not {value!r}")
+        return value
+
+    def part(self, name: str) -> Mapping[str, Any] | None:
+        """A group of further settings, or None."""
+        value = self._values[name]
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{name} must be a group of settings, not {value!r}")
+        return value
+
+
+def check_settings(state: State, expected: Mapping[str, str]) -> None:
+    """Refuse a state that another kind of memory made."""
+    with refusing():
+        for name, value in expected.items():
+            found = state["metadata"]["settings"][name]
+            if found != value:
+                raise MemoryFileError(
+                    f"the memory has {name} {found!r}, this one is {value!r}: use limpet.load(path, model), which "
+                    "makes the right one"
+                )
+
+
+def direct_parameters(state: State) -> set[str]:
+    """The parameters that were found to be used by no layer class."""
+    with refusing():
+        return {p for block in state["metadata"]["blocks"] if block["kind"] == DIRECT for p in block["parameters"]}
+
+
+def parameter_names(state: State) -> set[str]:
+    """The parameters that the state speaks of."""
+    with refusing():
+        return {p for block in state["metadata"]["blocks"] for p in block["parameters"]}
+
+
+def restore(
+    state: State, blocks: Sequence[Block], posterior: Posterior
+) -> tuple[dict[str, Held], float, ProximalState | None, dict[str, Tensor]]:
+    """The blocks, constant, running protection and a method's own tensors, on the model's devices.
+
+    `blocks` are those of the model; where they differ from the state's, the error says in what.
+    """
+    with refusing():
+        metadata = state["metadata"]
+        _compare(metadata["blocks"], posterior)
+        by_parameters = {block.parameters: block for block in blocks}
+        tensors = dict(state["tensors"])
+        held: dict[str, Held] = {}
+        for entry in metadata["blocks"]:
+            block = by_parameters.get(tuple(entry["parameters"]))
+            if block is None or block.kind != entry["kind"] or list(block.shape) != entry["shape"]:
+                raise MemoryFileError(
+                    f"{entry['name']}: the memory has {', '.join(entry['parameters'])} as one {entry['kind']} block, "
+                    "the model uses them in another way"
+                )
+            held[block.name] = _restore_block(entry, block, tensors, posterior)
+        proximal = _restore_proximal(metadata["proximal"], held, tensors)
+        for block in blocks:
+            held.setdefault(block.name, posterior.start(block))
+        extra = {key.removeprefix("extra/"): tensors.pop(key) for key in list(tensors) if key.startswith("extra/")}
+        if tensors:
+            raise MemoryFileError(f"tensors that belong to no block: {', '.join(sorted(tensors)[:3])}")
+        return held, float(metadata["constant"]), proximal, extra
+
+
+def _compare(entries: Sequence[Mapping[str, Any]], posterior: Posterior) -> None:
+    """Say what the memory knows that the model does not have, or has in another shape."""
+    weights = posterior.weights()
+    missing, other = [], []
+    for entry in entries:
+        for name, shape in entry["parameters"].items():
+            if name not in weights:
+                missing.append(name)
+            elif list(weights[name].shape) != shape:
+                other.append(f"{name} is {tuple(weights[name].shape)}, in the memory {tuple(shape)}")
+    parts = []
+    if missing:
+        parts.append(f"the model has no {', '.join(missing[:5])}" + (" and more" if len(missing) > 5 else ""))
+    if other:
+        parts.append("; ".join(other[:5]) + (" and more" if len(other) > 5 else ""))
+    if parts:
+        raise MemoryFileError(f"the memory was made for another model: {'; '.join(parts)}")
+
+
+def _restore_block(entry: Mapping[str, Any], block: Block, tensors: dict[str, Tensor], posterior: Posterior) -> Held:
+    weight = posterior.weights()[block.parameters[0]]
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    prefix = f"{entry['name']}/"
+
+    def take(key: str) -> Tensor:
+        tensor = tensors.pop(prefix + key)
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{prefix}{key} is of {tensor.dtype}")
+        return tensor.to(weight.device, dtype)
+
+    mean = take("mean")
+    slope = take("slope") if f"{prefix}slope" in tensors else None
+    for name, tensor in (("mean", mean), ("slope", slope)):
+        if tensor is not None and tensor.shape != block.shape:
+            raise ValueError(f"{prefix}{name} has shape {tuple(tensor.shape)}, expected {tuple(block.shape)}")
+    inner = f"{prefix}precision/"
+    kept = {key.removeprefix(inner): take(key.removeprefix(prefix)) for key in list(tensors) if key.startswith(inner)}
+    kind = STRUCTURES[entry["structure"]]
+    if kind.structure != posterior.structure.of(block):
+        raise ValueError(f"{block.name} is {kind.structure}, expected {posterior.structure.of(block)}")
+    tasks = entry["tasks"]
+    if isinstance(tasks, bool) or not isinstance(tasks, int) or tasks < 0:
+        raise ValueError(f"tasks must be a whole number, not {tasks!r}")
+    return Held(block, mean, kind.restore(block.shape, kept, entry["precision"]), slope, tasks)
+
+
+def _restore_proximal(
+    running: Mapping[str, Any] | None, held: Mapping[str, Held], tensors: dict[str, Tensor]
+) -> ProximalState | None:
+    if running is None:
+        return None
+    state = ProximalState(count=int(running["count"]))
+    for name, pending in running["pending"].items():
+        state.pending[held[name].block.name] = float(pending)
+    for name, each in held.items():
+        force = tensors.pop(f"{name}/force", None)
+        if force is not None:
+            if force.shape != each.block.shape:
+                raise ValueError(f"{name}/force has shape {tuple(force.shape)}")
+            state.force[name] = force.to(each.mean.device, each.mean.dtype)
+    return state
+
+
+# --- files -----------------------------------------------------------------------------------------------------
+
+
+def write(path: str | Path, state: State) -> None:
+    """Write a state; the file appears whole or not at all."""
+    path = Path(path)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state["tensors"].items()}
+    described = json.dumps(state["metadata"], allow_nan=False)
+    metadata = {"format": FORMAT, "version": str(VERSION), "limpet": described, "sha256": _digest(described, tensors)}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(tensors, temporary, metadata)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(path: str | Path) -> State:
+    """Read a state, after every check that needs no model. Takes the file's size in memory, once."""
+    path = Path(path)
+    if not path.is_file():
+        raise MemoryFileError(f"there is no file {path}")
+    try:
+        _check_header_size(path)
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            _check_version(metadata)
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except MemoryFileError:
+        raise
+    except (
+        SafetensorError,
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RuntimeError,
+        OverflowError,
+    ) as e:
+        raise MemoryFileError(f"{path.name} is no memory file, or a damaged one: {e}") from e
+    if _digest(metadata["limpet"], tensors) != metadata["sha256"]:
+        raise MemoryFileError(f"{path.name} is damaged: its content does not have the checksum that its header states")
+    with refusing():
+        described = json.loads(metadata["limpet"])
+        if not isinstance(described, dict) or not isinstance(described["settings"], dict):
+            raise MemoryFileError(f"{path.name} has a header that is not one of ours")
+    return {"metadata": described, "tensors": tensors}
+
+
+def _check_header_size(path: Path) -> None:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        stated = int.from_bytes(file.read(8), "little")
+    if size < 8 or stated > min(size - 8, HEADER_LIMIT):
+        raise MemoryFileError(f"{path.name} is no memory file, or a damaged one: its header does not fit into it")
+
+
+def _check_version(metadata: Mapping[str, str]) -> None:
+    if metadata.get("format") != FORMAT:
+        raise MemoryFileError("this is a safetensors file, but not a memory of limpet")
+    if metadata.get("version") != str(VERSION):
+        raise MemoryFileError(
+            f"the file is of format version {metadata.get('version')!r}, this library reads version {VERSION}: install "
+            "the limpet that wrote it, or a newer one"
+        )
+    if not {"limpet", "sha256"} <= metadata.keys():
+        raise MemoryFileError("the header of the file is not whole")
+
+
+def _digest(described: str, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(described.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

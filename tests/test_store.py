@@ -1,0 +1,341 @@
+"""Files: what is saved comes back bit for bit, and what is damaged is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import limpet
+import networks
+from limpet import store
+from limpet.errors import MemoryFileError
+
+STRUCTURES = ["diagonal", "kronecker", "kronecker-sum", "dense"]
+METHODS: dict[str, Callable[..., Any]] = {
+    "online": limpet.OnlineLaplace,
+    "per task": limpet.PerTaskLaplace,
+    "approximate": limpet.ApproximateLaplace,
+}
+
+
+def data(seed: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(10, 4, generator=generator), torch.randint(0, 3, (10,), generator=generator))]
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+
+
+def filled(method: Callable[..., Any], **options: Any) -> tuple[nn.Module, Any]:
+    model = network()
+    memory = method(model, **options)
+    for t in range(2):
+        earlier = {"earlier": [data(s) for s in range(t)]} if method is limpet.ApproximateLaplace else {}
+        memory.consolidate(data(t), **earlier)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1)
+    return model, memory
+
+
+def tensors_equal(a: limpet.Memory, b: limpet.Memory) -> bool:
+    one, two = a.state_dict(), b.state_dict()
+    if one["metadata"] != two["metadata"] or one["tensors"].keys() != two["tensors"].keys():
+        return False
+    return all(torch.equal(one["tensors"][name], two["tensors"][name]) for name in one["tensors"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_memory_comes_back_bit_for_bit(method: str, structure: str, tmp_path: Path) -> None:
+    model, memory = filled(METHODS[method], structure=structure, strength=3.0, exclude=["2.bias"], max_side=4)
+    memory.save(tmp_path / "m.safetensors")
+    again = limpet.load(tmp_path / "m.safetensors", model)
+    assert type(again) is type(memory) and tensors_equal(again, memory)
+    assert torch.equal(again.penalty(), memory.penalty())
+    assert (again.tasks, again.examples, again.exclude) == (2, 20, ("2.bias",))
+    twin = METHODS[method](network(1), structure=structure, exclude=["2.bias"], max_side=4)
+    twin.load_state_dict(memory.state_dict())
+    assert tensors_equal(twin, memory)
+
+
+def test_it_goes_on_the_same_after_loading(tmp_path: Path) -> None:
+    model, memory = filled(limpet.PerTaskLaplace)
+    memory.save(tmp_path / "m.safetensors")
+    again = limpet.load(tmp_path / "m.safetensors", model)
+    memory.consolidate(data(3))
+    again.consolidate(data(3))  # type: ignore[attr-defined]
+    assert tensors_equal(again, memory)
+
+
+def test_synaptic_intelligence_in_the_middle_of_a_task(tmp_path: Path) -> None:
+    model = network()
+    memory = limpet.SynapticIntelligence(model, strength=0.5, damping=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ((x, y),) = data(0)
+    with memory.protect(optimizer, examples=10):
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        memory.save(tmp_path / "m.safetensors")
+    again = limpet.load(tmp_path / "m.safetensors", model)
+    memory.consolidate()
+    again.consolidate()  # type: ignore[attr-defined]
+    assert tensors_equal(again, memory) and again.damping == 0.2  # type: ignore[attr-defined]
+
+
+def test_directly_measured_parameters_come_back(tmp_path: Path) -> None:
+    model, x, y = networks.build("attention")
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate([(x, y)])
+    memory.save(tmp_path / "m.safetensors")
+    assert tensors_equal(limpet.load(tmp_path / "m.safetensors", model), memory)
+
+
+def test_the_header_names_what_is_inside(tmp_path: Path) -> None:
+    _, memory = filled(limpet.OnlineLaplace, strength=3.0, likelihood=limpet.Categorical(ignore_index=7))
+    memory.save(tmp_path / "m.safetensors")
+    with safe_open(tmp_path / "m.safetensors", framework="pt") as file:
+        metadata = file.metadata()
+    assert metadata["format"] == "limpet memory" and metadata["version"] == "1" and len(metadata["sha256"]) == 64
+    inside = json.loads(metadata["limpet"])
+    settings = inside["settings"]
+    assert inside["library"] == limpet.__version__
+    assert settings["method"] == "online-laplace" and settings["structure"] == "kronecker"
+    assert (settings["strength"], settings["prior_precision"], settings["examples"], settings["tasks"]) == (3, 1, 20, 2)
+    assert settings["likelihood"] == {"name": "categorical", "class_dim": -1, "ignore_index": 7}
+    assert [b["name"] for b in inside["blocks"]] == ["0", "1", "2"]
+    assert inside["blocks"][0]["parameters"] == {"0.weight": [5, 4], "0.bias": [5]}
+
+
+def test_likelihoods_come_back(tmp_path: Path) -> None:
+    class Own(limpet.Categorical):
+        name = "own"
+
+    for likelihood in (limpet.Gaussian(0.5), limpet.Several(limpet.Categorical(), limpet.Gaussian()), Own()):
+        model = nn.Linear(4, 3)
+        limpet.OnlineLaplace(model, likelihood=likelihood).save(tmp_path / "m.safetensors")
+        if isinstance(likelihood, Own):
+            with pytest.raises(MemoryFileError, match="likelihood="):
+                limpet.load(tmp_path / "m.safetensors", model)
+            again = limpet.load(tmp_path / "m.safetensors", model, likelihood=likelihood)
+        else:
+            again = limpet.load(tmp_path / "m.safetensors", model)
+        assert again.likelihood.describe() == likelihood.describe()
+
+
+def test_a_file_for_another_model_says_what_differs(tmp_path: Path) -> None:
+    _, memory = filled(limpet.OnlineLaplace)
+    path = tmp_path / "m.safetensors"
+    memory.save(path)
+    with pytest.raises(MemoryFileError, match=r"the model has no 1\.weight, 1\.bias, 2\.weight, 2\.bias"):
+        limpet.load(path, nn.Sequential(nn.Linear(4, 5)))
+    wider = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3))
+    with pytest.raises(MemoryFileError, match=r"0\.weight is \(6, 4\), in the memory \(5, 4\)"):
+        limpet.load(path, wider)
+    with pytest.raises(MemoryFileError, match=r"limpet\.load"):
+        limpet.PerTaskLaplace(network()).load_state_dict(memory.state_dict())
+    with pytest.raises(MemoryFileError, match="no file"):
+        limpet.load(tmp_path / "none.safetensors", network())
+    frozen = network()
+    frozen[0].requires_grad_(False)
+    assert limpet.load(path, frozen).posterior.held["0"].tasks == 2  # what is known of it stays known
+    more = nn.Sequential(*network(), nn.Linear(3, 2))
+    assert limpet.load(path, more).posterior.held["3"].tasks == 0
+
+
+def test_other_safetensors_and_other_versions_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file({"a": torch.zeros(2)}, path)
+    with pytest.raises(MemoryFileError, match="not a memory"):
+        limpet.load(path, network())
+    save_file({"a": torch.zeros(2)}, path, {"format": "limpet memory", "version": "2"})
+    with pytest.raises(MemoryFileError, match="version '2'"):
+        limpet.load(path, network())
+
+
+# --- damage ----------------------------------------------------------------------------------------------------
+
+
+def flipped(content: bytes, rng: random.Random) -> bytes:
+    damaged = bytearray(content)
+    for _ in range(rng.choice([1, 1, 1, 2, 8, 64])):
+        # half of them in the header, where the parsing is
+        end = len(damaged) if rng.random() < 0.5 else min(len(damaged), 8 + int.from_bytes(content[:8], "little"))
+        damaged[rng.randrange(end)] ^= 1 << rng.randrange(8)
+    return bytes(damaged)
+
+
+def truncated(content: bytes, rng: random.Random) -> bytes:
+    cut = content[: rng.randrange(len(content))]
+    return cut if rng.random() < 0.7 else cut + bytes(rng.randrange(64))
+
+
+def taken_apart(content: bytes) -> tuple[dict[str, Any], bytes]:
+    size = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + size]), content[8 + size :]
+
+
+def put_together(header: dict[str, Any], body: bytes) -> bytes:
+    encoded = json.dumps(header).encode()
+    return struct.pack("<Q", len(encoded)) + encoded + body
+
+
+def wrong_shapes(content: bytes, rng: random.Random) -> bytes:
+    header, body = taken_apart(content)
+    entry = header[rng.choice([name for name in header if name != "__metadata__"])]
+    shape: list[int] = entry["shape"]
+    change = rng.randrange(5)
+    if change == 0:
+        entry["shape"] = shape[::-1] if rng.random() < 0.5 else [*shape, 1]
+    elif change == 1 and shape:
+        shape[rng.randrange(len(shape))] = rng.choice([0, 2**31, 2**62, 2**64, -1, 3])
+    elif change == 2:
+        entry["data_offsets"] = [rng.randrange(2**40), rng.randrange(2**63)]
+    elif change == 3:
+        entry["dtype"] = rng.choice(["F64", "F16", "I32", "BOOL", "X1", "F8_E4M3"])
+    else:
+        entry.pop(rng.choice(sorted(entry)))
+    return put_together(header, body)
+
+
+def wrong_header(content: bytes, rng: random.Random) -> bytes:
+    """Well-formed, with the right checksum, and untrue inside."""
+    header, body = taken_apart(content)
+    metadata = header["__metadata__"]
+    inside = json.loads(metadata["limpet"])
+    target: Any = rng.choice([inside, inside["settings"], *inside["blocks"], inside["blocks"][0]["precision"]])
+    key = rng.choice(sorted(target))
+    odd = [None, -1, 1e308, "x", [], {}, True, [[]], 2**70, "kronecker", float(rng.random()), {"0.weight": [5, 4]}]
+    if rng.random() < 0.3:
+        target.pop(key)
+    else:
+        target[key] = rng.choice(odd)
+    metadata["limpet"] = json.dumps(inside)
+    offsets = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    tensors = {}
+    for name, (start, stop) in offsets.items():
+        flat = torch.frombuffer(bytearray(body[start:stop]), dtype=torch.float32)
+        tensors[name] = flat.reshape(header[name]["shape"])
+    metadata["sha256"] = store._digest(metadata["limpet"], tensors)
+    return put_together(header, body)
+
+
+def huge(content: bytes, rng: random.Random) -> bytes:
+    size = rng.choice([2**63, 2**64 - 1, 2**40, len(content), len(content) - 8, 100_000_001, 0, 1])
+    return struct.pack("<Q", size) + content[8:]
+
+
+DAMAGES = [flipped, flipped, flipped, truncated, wrong_shapes, wrong_header, huge]
+
+
+@pytest.mark.parametrize("count", [700, pytest.param(9300, marks=pytest.mark.slow)])
+def test_damaged_files_are_refused_or_harmless(count: int, tmp_path: Path) -> None:
+    model, memory = filled(limpet.OnlineLaplace)
+    path = tmp_path / "m.safetensors"
+    memory.save(path)
+    content = path.read_bytes()
+    expected = {name: tensor.clone() for name, tensor in memory.state_dict()["tensors"].items()}
+    rng = random.Random(count)
+    refused = 0
+    for i in range(count):
+        damage = DAMAGES[i % len(DAMAGES)]
+        path.write_bytes(damage(content, rng))
+        try:
+            again = limpet.load(path, model)
+        except MemoryFileError:
+            refused += 1
+            continue
+        # a header that is untrue under a right checksum cannot be told from a true one; the tensors are still these
+        found = again.state_dict()["tensors"]
+        if damage is not wrong_header:
+            assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found.keys() & expected.keys())
+    assert refused > 0.8 * count
+
+
+MEASURE = """
+import resource, sys, torch, limpet
+from limpet.errors import MemoryFileError
+model = torch.nn.Sequential(torch.nn.Linear(1500, 1500))
+path, size = sys.argv[1], int(sys.argv[2])
+base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    limpet.store.read(path)
+    print("read")
+except MemoryFileError:
+    print("refused")
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((peak - base) * 1024 / size)
+"""
+
+
+def test_reading_takes_at_most_twice_the_file(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.randn(1000, 1000) for i in range(25)}  # 100 MB
+    path = tmp_path / "m.safetensors"
+    store.write(path, {"metadata": {"settings": {}}, "tensors": tensors})
+    size = path.stat().st_size
+    content = bytearray(path.read_bytes())
+    for damage in ("none", "bits", "shape"):
+        damaged = bytes(content)
+        if damage == "bits":
+            content[-1] ^= 1
+            damaged = bytes(content)
+        elif damage == "shape":
+            damaged = damaged.replace(b"[1000,1000]", b"[9999,9999]", 1)
+        path.write_bytes(damaged)
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURE, str(path), str(size)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        said, ratio = done.stdout.split()
+        assert said == ("read" if damage == "none" else "refused")
+        assert float(ratio) <= 2.0, f"{damage}: {ratio} times the file"
+
+
+def test_the_checksum_covers_tensors_and_metadata(tmp_path: Path) -> None:
+    _, memory = filled(limpet.OnlineLaplace)
+    state = memory.state_dict()
+    tensors = {name: tensor.contiguous() for name, tensor in state["tensors"].items()}
+    described = json.dumps(state["metadata"])
+    whole = hashlib.sha256(described.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        whole.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        whole.update(tensor.numpy().tobytes())
+    assert store._digest(described, tensors) == whole.hexdigest()
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, memory = filled(limpet.OnlineLaplace)
+    path = tmp_path / "m.safetensors"
+    memory.save(path)
+    before = path.read_bytes()
+
+    def fails(tensors: Any, filename: Path, metadata: Any) -> None:
+        filename.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(store, "save_file", fails)
+    with pytest.raises(OSError, match="disk full"):
+        memory.save(path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
