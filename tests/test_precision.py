@@ -93,6 +93,15 @@ def test_verbs_equal_the_dense_matrix(one: tuple[Precision, Tensor]) -> None:
     close(precision.fisher().dense(), (L - 0.7 * identity) / 2.5)
 
 
+def test_the_applier_is_apply(one: tuple[Precision, Tensor]) -> None:
+    precision, L = one
+    v = torch.randn(precision.shape, dtype=torch.float64)
+    close(precision.applier()(v).flatten(), L @ v.flatten())
+    if isinstance(precision, Kronecker):
+        other = precision.add(random_term("kronecker", tuple(precision.shape), seed=8), 1.0)
+        close(other.applier()(v), other.apply(v), 1e-12)
+
+
 def test_quadratic_is_differentiable(one: tuple[Precision, Tensor]) -> None:
     precision, L = one
     v = torch.randn(precision.shape, dtype=torch.float64, requires_grad=True)

@@ -374,6 +374,25 @@ def test_the_penalty_added_to_the_loss_is_gradient_mode() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_sparse_gradients(mode: str) -> None:
+    models, x, y = [], torch.tensor([[0, 1], [1, 2]]), torch.tensor([0, 1])
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        layers = [nn.Embedding(4, 3, sparse=sparse), nn.Flatten(), nn.Linear(6, 2)]
+        model = nn.Sequential(*layers).double()
+        memory = limpet.OnlineLaplace(model)
+        memory.consolidate([(x, y)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with memory.protect(optimizer, examples=2, mode=mode):
+            for _ in range(3):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x.flip(1)), y).backward()
+                optimizer.step()
+        models.append(model)
+    close(flat(models[0]), flat(models[1]), 1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_gradients_and_hooks_are_the_users_again(mode: str) -> None:
     model, memory, x, y = problem()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -35,9 +35,8 @@ class Forecast:
 def forecast(posterior: Posterior, examples: int) -> Forecast:
     """The forecast for the weights as they are now, against a memory of so many examples."""
     weights = posterior.weights()
-    rises = {}
+    rises = dict.fromkeys(posterior.held, 0.0)
     for name, held in posterior.held.items():
-        displacement = held.matrix(weights) - held.mean
-        known = held.tasks and examples
-        rises[name] = float(held.precision.fisher().quadratic(displacement)) / (2 * examples) if known else 0.0
+        if held.tasks and examples:
+            rises[name] = float(held.precision.fisher().quadratic(held.displacement(weights))) / (2 * examples)
     return Forecast(sum(rises.values()), rises)

@@ -32,6 +32,9 @@ from torch import Tensor
 
 from limpet.errors import MemoryFileError, UnsupportedError
 
+ROOTS_AT_ONCE = 1 << 22
+"""Numbers that the exact roots made at a time may take."""
+
 Outputs = Any
 """A tensor, examples first, or (for several outputs) a tuple of such tensors."""
 
@@ -205,16 +208,21 @@ class Categorical(Likelihood):
         if logits.dim() != 2:
             raise UnsupportedError("fisher='exact' is for one output per example: use fisher='sampled'")
         p = logits.softmax(-1)
+        if p.shape[-1] == 1:
+            yield self._out(torch.zeros_like(p), outputs, labels)
+            return
         tail = p.flip(-1).cumsum(-1).flip(-1)
-        tiny = torch.finfo(p.dtype).tiny
-        for j in range(max(p.shape[-1] - 1, 1)):
-            rest = tail[:, j + 1] if p.shape[-1] > 1 else torch.zeros_like(tail[:, 0])
-            root = torch.zeros_like(p)
-            root[:, j] = (p[:, j] * rest / tail[:, j].clamp_min(tiny)).sqrt()
-            # p_k / sqrt(rest) is at most sqrt(p_k), so dividing before the square root cannot overflow.
-            share = p[:, j + 1 :] / rest.clamp_min(tiny).sqrt().unsqueeze(-1)
-            root[:, j + 1 :] = -share * (p[:, j] / tail[:, j].clamp_min(tiny)).sqrt().unsqueeze(-1)
-            yield self._out(root, outputs, labels)
+        rest = tail[:, 1:].clamp_min(torch.finfo(p.dtype).tiny).sqrt()
+        own = (p / tail.clamp_min(torch.finfo(p.dtype).tiny)).sqrt()
+        chunk = max(1, ROOTS_AT_ONCE // p.numel())
+        for start in range(0, p.shape[-1] - 1, chunk):
+            stop = min(start + chunk, p.shape[-1] - 1)
+            # p_k / rest_j is at most sqrt(p_k) below the diagonal, so no root overflows there
+            roots = p.unsqueeze(1) * (-own[:, start:stop] / rest[:, start:stop]).unsqueeze(-1)
+            roots = roots.triu(start + 1)
+            roots.diagonal(start, 1, 2).copy_(own[:, start:stop] * rest[:, start:stop])
+            whole = roots if labels is None else roots.masked_fill((labels == self.ignore_index)[:, None, None], 0)
+            yield from whole.movedim(1, 0).contiguous().to(logits.dtype).movedim(-1, self.class_dim).to(outputs.dtype)
 
     def mean(self, outputs: Outputs) -> Tensor:
         return self._logits(outputs).softmax(-1).movedim(-1, self.class_dim)

@@ -36,17 +36,18 @@ class Held:
         value = self.precision.quadratic(d) / 2
         return value if self.slope is None else value + (self.slope * d).sum()
 
-    def gradient(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """The gradient of the penalty."""
-        gradient = self.precision.apply(self.matrix(weights) - self.mean)
+    def displacement(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """w - mean, without a graph."""
+        return self.matrix(weights).detach() - self.mean
+
+    def gradient(self, d: Tensor, apply: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The gradient of the penalty at a displacement; `apply` is the precision's, or its `applier`."""
+        gradient = (apply or self.precision.apply)(d)
         return gradient if self.slope is None else gradient + self.slope
 
-    def proximal(self, point: Tensor, step: float) -> Tensor:
-        """argmin over w of 1/(2 step) ||w - point||^2 + penalty(w)."""
-        d = point - self.mean
-        if self.slope is not None:
-            d = d - step * self.slope
-        return self.mean + self.precision.proximal(d, step)
+    def proximal(self, d: Tensor, step: float) -> Tensor:
+        """argmin over e of 1/(2 step) ||e - d||^2 + penalty(mean + e): the displacement d, pulled back."""
+        return self.precision.proximal(d if self.slope is None else d - step * self.slope, step)
 
     @property
     def nbytes(self) -> int:

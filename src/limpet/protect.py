@@ -41,8 +41,8 @@ class ProximalState:
     """What proximal mode carries from step to step. Part of a memory's saved state."""
 
     count: int = 0
-    force: dict[str, Tensor] = field(default_factory=dict)  # h, as each block's matrix
-    pending: dict[str, float] = field(default_factory=dict)  # S
+    force: dict[str, Tensor] = field(default_factory=dict)  # h, by parameter
+    pending: dict[str, float] = field(default_factory=dict)  # S, by block
 
 
 @dataclass
@@ -52,6 +52,7 @@ class Bound:
     held: Held
     parameters: list[nn.Parameter]
     groups: list[dict[str, Any] | None]
+    apply: Callable[[Tensor], Tensor] | None = None  # of the precision, ready for many uses
 
     def weights(self) -> dict[str, Tensor]:
         return dict(zip(self.held.block.parameters, self.parameters, strict=True))
@@ -96,10 +97,9 @@ class Protection:
                 "the optimizer holds none of the parameters that the memory protects: make it from the parameters "
                 "of the same model, after the model is on its device"
             )
-        self._handles = [
-            self.optimizer.register_step_pre_hook(self._pre_hook),
-            self.optimizer.register_step_post_hook(self._post_hook),
-        ]
+        self._handles = [self.optimizer.register_step_post_hook(self._post_hook)]
+        if self.mode == "gradient" or self._observer is not None:
+            self._handles.append(self.optimizer.register_step_pre_hook(self._pre_hook))
         self._on_enter(self)
         return self
 
@@ -122,7 +122,7 @@ class Protection:
             parameters = [weights[name] for name in held.block.parameters]
             groups = [group_of.get(parameter) for parameter in parameters]
             if any(group is not None for group in groups):
-                yield Bound(held, parameters, groups)
+                yield Bound(held, parameters, groups, held.precision.applier() if self.mode == "gradient" else None)
                 if any(group is not None and group.get("weight_decay") for group in groups):
                     decayed.append(held.block.name)
         if decayed:
@@ -177,16 +177,16 @@ class Protection:
     def _add_gradient(self, bound: Bound, scale: Tensor | None) -> None:
         if all(parameter.grad is None for parameter in bound.parameters):
             return
-        gradient = bound.held.gradient(bound.weights()) * self.weight
+        gradient = bound.held.gradient(bound.held.displacement(bound.weights()), bound.apply)
         parts = bound.held.block.split(gradient)
         for parameter, group, part in zip(bound.parameters, bound.groups, parts, strict=True):
             if group is None or parameter.grad is None:
                 continue
-            part = -part if group.get("maximize") else part
+            weight = -self.weight if group.get("maximize") else self.weight
             if scale is not None:
                 part = part * scale.to(part.device)
             # A tensor in place of the gradient, not a change to it: after the step the user's is there again.
-            ours = parameter.grad + part.to(parameter.device, parameter.dtype)
+            ours = torch.add(parameter.grad.to_dense(), part.to(parameter), alpha=weight)
             self._original.append((parameter, parameter.grad, ours))
             parameter.grad = ours
 
@@ -208,55 +208,56 @@ class Protection:
 
     def _proximal_step(self) -> None:
         self.state.count += 1
-        due = self.state.count % self.every == 0
+        moves: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
         for bound in self._bound:
             step = self._step_size(bound)
-            if step:
-                name = bound.held.block.name
-                self.state.pending[name] = self.state.pending.get(name, 0.0) + step
-                force = self.state.force.get(name)
-                if force is not None and self.every > 1:
-                    self._move(bound, force, step)
-            if due:
+            if not step:
+                continue
+            name = bound.held.block.name
+            self.state.pending[name] = self.state.pending.get(name, 0.0) + step
+            if self.every > 1 and bound.held.block.parameters[0] in self.state.force:
+                parameters, forces = moves.setdefault(step, ([], []))
+                parameters += bound.parameters
+                forces += (self.state.force[parameter] for parameter in bound.held.block.parameters)
+        for step, (parameters, forces) in moves.items():
+            torch._foreach_add_(parameters, forces, alpha=step)
+        if self.state.count % self.every == 0:
+            for bound in self._bound:
                 self._pull(bound)
 
     @torch.no_grad()
     def _pull(self, bound: Bound) -> None:
         """The proximal map for the steps since the last one."""
-        name = bound.held.block.name
-        total = self.state.pending.pop(name, 0.0)
+        block = bound.held.block
+        total = self.state.pending.pop(block.name, 0.0)
         if not total:
             return
-        force = self.state.force.get(name)
-        point = bound.held.matrix(bound.weights())
-        if force is not None and self.every > 1:
-            point = point - total * force
-        pulled = bound.held.proximal(point, total * self.weight)
-        for parameter, part in zip(bound.parameters, bound.held.block.split(pulled), strict=True):
+        held, weights = bound.held, bound.weights()
+        if self.every > 1 and block.parameters[0] in self.state.force:
+            weights = {name: torch.sub(w, self.state.force[name], alpha=total) for name, w in weights.items()}
+        d = held.displacement(weights)
+        pulled = held.proximal(d, total * self.weight)
+        for parameter, part in zip(bound.parameters, block.split(held.mean + pulled), strict=True):
             parameter.copy_(part)
         if self.every > 1:
-            self.state.force[name] = (pulled - point) / total
-
-    def _move(self, bound: Bound, force: Tensor, step: float) -> None:
-        for parameter, part in zip(bound.parameters, bound.held.block.split(force), strict=True):
-            parameter.add_(part.to(parameter.device, parameter.dtype), alpha=step)
+            forces = block.split(pulled.sub_(d).div_(total))
+            for name, parameter, force in zip(block.parameters, bound.parameters, forces, strict=True):
+                self.state.force[name] = force.to(parameter, copy=True).contiguous()
 
     def _step_size(self, bound: Bound) -> float:
         """s of this step; 0 where the block had no gradient."""
-        moved = [
-            group is not None and parameter.grad is not None
-            for parameter, group in zip(bound.parameters, bound.groups, strict=True)
-        ]
-        if not any(moved):
+        known = [parameter.grad is not None for parameter in bound.parameters]
+        if not any(known):
             return 0.0
-        sizes = {_sgd_step(group) for group in bound.groups if group is not None}
-        if not all(moved) or len(sizes) > 1:
+        sizes = {None if group is None else _sgd_step(group) for group in bound.groups}
+        size = sizes.pop()
+        if sizes or size is None or not all(known):
             raise UnsupportedError(
                 f"{bound.held.block.name} is one block ({', '.join(bound.held.block.parameters)}), and proximal mode "
                 "moves it as one: give its parameters the same lr and momentum and all of them a gradient, or use "
                 "mode='gradient'"
             )
-        return sizes.pop()
+        return size
 
 
 def _sgd_step(group: dict[str, Any]) -> float:

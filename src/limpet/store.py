@@ -70,7 +70,7 @@ def collect(
     running = None
     if proximal is not None and proximal.count:
         running = {"count": proximal.count, "pending": dict(proximal.pending)}
-        tensors.update({f"{name}/force": tensor for name, tensor in proximal.force.items()})
+        tensors.update({f"force/{name}": tensor.clone() for name, tensor in proximal.force.items()})
     metadata = {
         "library": __version__,
         "settings": settings,
@@ -179,7 +179,7 @@ def restore(
                     "the model uses them in another way"
                 )
             held[block.name] = _restore_block(entry, block, tensors, posterior)
-        proximal = _restore_proximal(metadata["proximal"], held, tensors)
+        proximal = _restore_proximal(metadata["proximal"], held, tensors, posterior)
         for block in blocks:
             held.setdefault(block.name, posterior.start(block))
         extra = {key.removeprefix("extra/"): tensors.pop(key) for key in list(tensors) if key.startswith("extra/")}
@@ -235,19 +235,18 @@ def _restore_block(entry: Mapping[str, Any], block: Block, tensors: dict[str, Te
 
 
 def _restore_proximal(
-    running: Mapping[str, Any] | None, held: Mapping[str, Held], tensors: dict[str, Tensor]
+    running: Mapping[str, Any] | None, held: Mapping[str, Held], tensors: dict[str, Tensor], posterior: Posterior
 ) -> ProximalState | None:
     if running is None:
         return None
-    state = ProximalState(count=int(running["count"]))
-    for name, pending in running["pending"].items():
-        state.pending[held[name].block.name] = float(pending)
-    for name, each in held.items():
-        force = tensors.pop(f"{name}/force", None)
-        if force is not None:
-            if force.shape != each.block.shape:
-                raise ValueError(f"{name}/force has shape {tuple(force.shape)}")
-            state.force[name] = force.to(each.mean.device, each.mean.dtype)
+    weights = posterior.weights()
+    pending = {held[name].block.name: float(size) for name, size in running["pending"].items()}
+    state = ProximalState(count=int(running["count"]), pending=pending)
+    for key in [key for key in tensors if key.startswith("force/")]:
+        force, weight = tensors.pop(key), weights[key.removeprefix("force/")]
+        if force.shape != weight.shape:
+            raise ValueError(f"{key} has shape {tuple(force.shape)}, expected {tuple(weight.shape)}")
+        state.force[key.removeprefix("force/")] = force.to(weight)
     return state
 
 

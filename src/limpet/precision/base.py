@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -46,6 +46,10 @@ class Precision(ABC):
     @abstractmethod
     def apply(self, v: Tensor) -> Tensor:
         """L v."""
+
+    def applier(self) -> Callable[[Tensor], Tensor]:
+        """`apply` for many uses: may be faster, and take memory of its own as long as it is kept."""
+        return self.apply
 
     def quadratic(self, v: Tensor) -> Tensor:
         """v^T L v, differentiable."""

@@ -31,9 +31,15 @@ class WeightedSum:
     @property
     def total(self) -> Tensor:
         """The sum of strength_t F_t."""
+        factor, values = self.factored
+        return values if factor == 1 else factor * values
+
+    @property
+    def factored(self) -> tuple[float, Tensor]:
+        """The total as a number times a tensor that is kept, so that nothing has to be multiplied out."""
         if self.mixed is not None:
-            return self.mixed
-        return self.plain if self.strength in (None, 1.0) else self.strength * self.plain
+            return 1.0, self.mixed
+        return 1.0 if self.strength is None else self.strength, self.plain
 
     def add(self, plain: Tensor, strength: float, carry: Callable[[Tensor], Tensor] | None = None) -> WeightedSum:
         """Take one task in. `carry` is the linear map that brings the old sums into a new basis (float64)."""

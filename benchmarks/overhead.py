@@ -1,0 +1,161 @@
+"""What limpet costs, as ratios to the bare run: the curvature pass and the protected step.
+
+    python benchmarks/overhead.py                 print the table
+    python benchmarks/overhead.py --output F      and write it to a Markdown file
+
+One thread; rounds are interleaved, so that a slow moment of the machine meets all of them; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import limpet
+from limpet.curvature import FisherPass, Structure, discover
+
+BATCH = 250
+BATCHES = 40
+BOUNDS = {
+    "MLP: curvature pass, sampled": 3.3,
+    "MLP: curvature pass, exact": 5.5,
+    "LeNet: curvature pass, sampled": 3.3,
+    "LeNet: curvature pass, exact": 6.0,
+    "MLP: protected step, proximal, every=8": 1.25,
+    "MLP: protected step, gradient": 2.4,
+    "MLP: protected step, gradient, memory of two tasks": 2.4,
+}
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def mlp() -> nn.Module:
+    """The network of the permuted-MNIST experiment."""
+    return nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10))
+
+
+def lenet() -> nn.Module:
+    """The network of the vision experiment."""
+    return nn.Sequential(
+        nn.Conv2d(3, 20, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(20, 50, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(1250, 500), nn.ReLU(), nn.Linear(500, 10),
+    )  # fmt: skip
+
+
+def data(*shape: int, batches: int = BATCHES) -> Batches:
+    """Batches of noise: what is in them does not matter for the time."""
+    return [(torch.randn(BATCH, *shape), torch.randint(0, 10, (BATCH,))) for _ in range(batches)]
+
+
+def interleaved(cases: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """The seconds of every case in every round, after one round to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(rounds + 1):
+        for name, case in cases.items():
+            start = time.perf_counter()
+            case()
+            if number:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def ratio(times: dict[str, list[float]], name: str) -> float:
+    """The median over rounds of a case's time against the bare one's of the same round."""
+    return statistics.median(a / b for a, b in zip(times[name], times["bare"], strict=True))
+
+
+def curvature(label: str, model: nn.Module, batches: Batches, rounds: int) -> dict[str, float]:
+    """A whole pass (the audit of its first batch included) against forward and backward on the same batches."""
+
+    def bare() -> None:
+        for x, y in batches:
+            model.zero_grad()
+            torch.autograd.backward(F.cross_entropy(model(x), y))
+
+    def measure(fisher: str) -> Callable[[], None]:
+        structure, likelihood = Structure("kronecker", 4096), limpet.Categorical()
+
+        def run() -> None:
+            FisherPass(model, discover(model), likelihood, structure, fisher=fisher).run(batches, progress=False)
+
+        return run
+
+    times = interleaved({"bare": bare, "sampled": measure("sampled"), "exact": measure("exact")}, rounds)
+    return {f"{label}: curvature pass, {kind}": ratio(times, kind) for kind in ("sampled", "exact")}
+
+
+def steps(label: str, model: nn.Module, batches: Batches, rounds: int) -> dict[str, float]:
+    """Training steps under protection, by a memory of one task and of two, against the same steps without."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, nesterov=True)
+
+    def train() -> None:
+        for x, y in batches:
+            optimizer.zero_grad()
+            torch.autograd.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+
+    def protected(tasks: int, mode: str, every: int) -> Callable[[], None]:
+        memory = limpet.OnlineLaplace(model, strength=1e-3)  # weak: gradient mode must not diverge while it is timed
+        for task in range(tasks):
+            memory.consolidate([(x.roll(task, 1), y) for x, y in batches], progress=False)
+
+        def run() -> None:
+            with memory.protect(optimizer, examples=BATCH * len(batches), mode=mode, every=every):
+                train()
+
+        return run
+
+    cases = {
+        "bare": train,
+        "proximal, every=8": protected(1, "proximal", 8),
+        "gradient": protected(1, "gradient", 1),
+        "gradient, memory of two tasks": protected(2, "gradient", 1),
+    }
+    times = interleaved(cases, rounds)
+    return {f"{label}: protected step, {name}": ratio(times, name) for name in cases if name != "bare"}
+
+
+def measure(rounds: int) -> dict[str, float]:
+    """All ratios."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    found = curvature("MLP", mlp(), data(784), rounds)
+    found |= curvature("LeNet", lenet(), data(3, 32, 32, batches=4), max(rounds // 2, 3))
+    found |= steps("MLP", mlp(), data(784), rounds)
+    return found
+
+
+def table(found: dict[str, float], rounds: int) -> str:
+    """The ratios as Markdown."""
+    lines = ["| what | ratio to the bare run | bound |", "| --- | --- | --- |"]
+    lines += [f"| {name} | {value:.2f} | {BOUNDS[name]} |" for name, value in found.items()]
+    versions = f"limpet {limpet.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    return "\n".join(
+        [*lines, "", f"{versions}; one thread, batches of {BATCH}, medians of {rounds} interleaved rounds."]
+    )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    start = time.perf_counter()
+    text = table(measure(options.rounds), options.rounds)
+    print(text)
+    if options.output:
+        command = f"python benchmarks/overhead.py --rounds {options.rounds} --output {options.output.as_posix()}"
+        wall = time.perf_counter() - start
+        options.output.write_text(f"# Overhead\n\n{text}\n\n`{command}`, {wall:.0f} s.\n")
+
+
+if __name__ == "__main__":
+    main()
