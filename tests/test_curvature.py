@@ -266,6 +266,19 @@ def test_batches_limit_and_examples(structure: str) -> None:
         close(as_matrix(cut.terms[name][0]), 1.5 * as_matrix(first.terms[name][0]))
 
 
+def test_limit_counts_predicted_positions() -> None:
+    model, x, y = per_token_case(networks.TiedHead)
+    y = y.clamp_min(0)  # 6 sequences of 5 positions
+    found = measure(model, [(x, y)], CATEGORICAL, limit=10)
+    assert (found.seen, found.examples) == (10, 30)
+    first = measure(model, [(x[:2], y[:2])], CATEGORICAL)
+    for name in found.terms:
+        close(as_matrix(found.terms[name][0]), 3 * as_matrix(first.terms[name][0]))
+    for wrong in ({"limit": 0}, {"limit": 2.5}, {"examples": 0}, {"examples": "all"}):
+        with pytest.raises(ValueError, match="whole number"):
+            measure(model, [(x, y)], CATEGORICAL, **wrong)
+
+
 def as_matrix(term: object) -> Tensor:
     if isinstance(term, DiagonalTerm):
         return torch.diag(term.diagonal.flatten())

@@ -1,5 +1,10 @@
 """What limpet raises and warns: every message says what is wrong and how to mend it."""
 
+from __future__ import annotations
+
+import operator
+from typing import Any
+
 
 class LimpetError(Exception):
     """The root of every error that limpet raises on purpose."""
@@ -23,3 +28,14 @@ class LimpetWarning(UserWarning):
 
 class NotProtectedWarning(LimpetWarning):
     """Something in the model that the memory does not hold fast."""
+
+
+def positive_whole(name: str, value: Any) -> int:
+    """The value as an int >= 1, whatever kind of whole number it is (numpy's too)."""
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 1:
+        raise ValueError(f"{name} must be a whole number >= 1, not {value!r}")
+    return number

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from limpet.errors import LimpetError, LimpetWarning, UnsupportedError
+from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, positive_whole
 from limpet.optimizers import inner_optimizer, refuse_unsupported, warn
 from limpet.posterior import Held, Posterior
 
@@ -271,8 +271,7 @@ def _sgd_step(group: dict[str, Any]) -> float:
 def _mode(optimizer: Any, mode: str, every: int) -> str:
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every must be a whole number >= 1, not {every!r}")
+    positive_whole("every", every)
     sgd = isinstance(optimizer, torch.optim.SGD)
     if mode == "auto":
         mode = "proximal" if sgd else "gradient"
@@ -288,15 +287,14 @@ def _mode(optimizer: Any, mode: str, every: int) -> str:
 
 def _weight(examples: int, reduction: str, batch_size: int | None) -> float:
     """What the penalty is multiplied by, beside the user's loss."""
-    if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
-        raise ValueError(f"examples must be the number of examples of the task, a whole number >= 1, not {examples!r}")
+    examples = positive_whole("examples, the number of examples of the task,", examples)
     if reduction == "mean":
         return 1 / examples
     if reduction != "sum":
         raise ValueError(f"reduction must be 'mean' or 'sum', not {reduction!r}")
     if batch_size is None:
         raise ValueError("reduction='sum' needs batch_size=, the number of examples that a step's loss sums over")
-    return batch_size / examples
+    return positive_whole("batch_size", batch_size) / examples
 
 
 def _few(names: list[str]) -> str:

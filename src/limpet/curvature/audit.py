@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from limpet.curvature.blocks import Block
 from limpet.curvature.record import Recorder
+from limpet.precision.linalg import widened
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 """Relative difference that rounding may make; 5e-2 for the half precisions."""
@@ -66,10 +67,10 @@ def _accounted_for(
     for name in block.parameters:
         gradient = true[name]
         gradients.append(torch.zeros_like(parameters[name]) if gradient is None else gradient.to_dense())
-    expected = block.matrix(gradients).double()
+    expected = widened(block.matrix(gradients))
     calls = [call for call in recorder.calls.get(block.name, []) if call.gradient is not None]
     recorded = torch.zeros_like(expected)
     for call in calls:
-        recorded += call.layer.total_gradient(call).double()
+        recorded += widened(call.layer.total_gradient(call))
     tolerance = TOLERANCE.get(parameters[block.parameters[0]].dtype, 5e-2)
     return bool((recorded - expected).norm() <= tolerance * expected.norm())

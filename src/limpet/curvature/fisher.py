@@ -28,7 +28,7 @@ from limpet.curvature.blocks import Block, named_parameters
 from limpet.curvature.guard import untouched
 from limpet.curvature.progress import Progress
 from limpet.curvature.record import Recorder
-from limpet.errors import CurvatureError, UnsupportedError
+from limpet.errors import CurvatureError, UnsupportedError, positive_whole
 from limpet.likelihoods import Likelihood, as_tensors
 from limpet.precision import Term
 
@@ -116,9 +116,11 @@ class FisherPass:
         limit: int | None = None,
         progress: bool = True,
     ) -> Fisher:
-        """Read the batches once, or until `limit` examples have been seen."""
+        """Read the batches once, or until `limit` examples (of several positions each: whole ones) have been seen."""
         if not self.blocks:
             raise CurvatureError("the model has no trainable parameter that is not excluded")
+        examples = None if examples is None else positive_whole("examples", examples)
+        limit = None if limit is None else positive_whole("limit", limit)
         total = _total(batches, examples, limit)
         goal = limit if limit is not None else total
         bar = Progress(goal, show=progress)
@@ -152,8 +154,9 @@ class FisherPass:
         first = next(iter(self.parameters.values()))
         batch = to_device(batch, first.device)
         size = batch_size(batch)
-        if left is not None and size is not None and size > left:
-            batch = part(batch, slice(0, left))
+        if left is not None and size is not None:
+            rows = max(1, int(left / self._positions(batch, size)))
+            batch = part(batch, slice(0, rows)) if rows < size else batch
         with torch.inference_mode(False), torch.enable_grad():
             with self.recorder.recording():
                 outputs, targets = call(self.model, batch, self.forward)
@@ -166,6 +169,14 @@ class FisherPass:
         self.recorder.clear()
         self.seen += self.likelihood.count(outputs, targets)
         self.rows += tensors[0].shape[0]
+
+    def _positions(self, batch: Any, size: int) -> float:
+        """How many of what is counted an example of the batch holds: 1, or its predicted positions."""
+        if self.rows:
+            return max(self.seen / self.rows, 1.0)
+        with torch.no_grad():
+            outputs, targets = call(self.model, part(batch, slice(0, min(size, 1))), self.forward)
+        return max(float(self.likelihood.count(outputs, targets)), 1.0)
 
     def _begin(self, batch: Any, outputs: Any, tensors: tuple[Tensor, ...]) -> None:
         """What can only be known once a first batch went through: the kind of Fisher and how blocks are used."""

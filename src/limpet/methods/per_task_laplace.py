@@ -9,6 +9,7 @@ import torch
 from limpet.curvature import Fisher
 from limpet.methods.laplace import Laplace
 from limpet.posterior import Held
+from limpet.precision.linalg import widened
 
 
 class PerTaskLaplace(Laplace):
@@ -43,10 +44,10 @@ class PerTaskLaplace(Laplace):
             return held
         mean, slope = self._current_mean(held), None
         if held.tasks:
-            d = (mean - held.mean).double()
+            d = widened(mean - held.mean)
             precision = held.precision.to(d.device, torch.float64)
             force = precision.apply(d)
-            old = torch.zeros_like(d) if held.slope is None else held.slope.double()
+            old = torch.zeros_like(d) if held.slope is None else widened(held.slope)
             self._moved += float((old * d).sum() + (d * force).sum() / 2)
-            slope = (old + force).to(held.mean.dtype)
+            slope = (old + force).to(held.mean)
         return replace(held, mean=mean, slope=slope, precision=self._added(held, fishers), tasks=held.tasks + 1)
