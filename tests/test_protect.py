@@ -158,6 +158,12 @@ class ByHand:
                 for parameter, part in zip(weights.values(), self.held.block.split(pulled), strict=True):
                     parameter.copy_(part)
 
+    def train(self, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss_of(self.model, x, y).backward()
+            self.step(optimizer, SIZE)
+
 
 MODES = ["proximal", "gradient"]
 SGD = {"lr": 0.02, "momentum": 0.9}
@@ -171,10 +177,7 @@ def test_plain_steps(mode: str) -> None:
     optimizer, other = torch.optim.SGD(model.parameters(), **SGD), torch.optim.SGD(hand.model.parameters(), **SGD)
     with memory.protect(optimizer, examples=N, mode=mode):
         train(model, optimizer, x, y, 5)
-    for _ in range(5):
-        other.zero_grad()
-        loss_of(hand.model, x, y).backward()
-        hand.step(other, SIZE)
+    hand.train(other, x, y, 5)
     close(flat(model), flat(hand.model), 1e-12)
 
 
@@ -195,10 +198,7 @@ def test_closures(mode: str, keyword: bool) -> None:
         for _ in range(5):
             loss = optimizer.step(closure=closure) if keyword else optimizer.step(closure)
             assert loss is not None and loss > 0
-    for _ in range(5):
-        other.zero_grad()
-        loss_of(hand.model, x, y).backward()
-        hand.step(other, SIZE)
+    hand.train(other, x, y, 5)
     close(flat(model), flat(hand.model), 1e-12)
 
 
@@ -216,10 +216,7 @@ def test_accelerate_wraps_an_optimizer_whose_hooks_it_does_not_run(mode: str) ->
             optimizer.zero_grad()
             accelerator.backward(loss_of(model, x, y))
             optimizer.step()
-    for _ in range(5):
-        other.zero_grad()
-        loss_of(hand.model, x, y).backward()
-        hand.step(other, SIZE)
+    hand.train(other, x, y, 5)
     close(flat(model), flat(hand.model), 1e-12)
 
 
@@ -241,10 +238,7 @@ def test_grad_scaler(mode: str, fused: bool, unscale: bool) -> None:
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
-    for _ in range(5):
-        other.zero_grad()
-        loss_of(hand.model, x, y).backward()
-        hand.step(other, SIZE)
+    hand.train(other, x, y, 5)
     close(flat(model), flat(hand.model), 1e-5)
 
 
@@ -319,9 +313,7 @@ def test_a_loss_that_sums_over_the_batch() -> None:
         optimizer.zero_grad()
         (10 * loss_of(model, x[:10], y[:10])).backward()
         optimizer.step()
-    other.zero_grad()
-    loss_of(hand.model, x[:10], y[:10]).backward()
-    hand.step(other, SIZE)
+    hand.train(other, x[:10], y[:10], 1)
     close(flat(model), flat(hand.model), 1e-12)
 
 
@@ -335,10 +327,7 @@ def test_adam_takes_gradient_mode() -> None:
     with memory.protect(optimizer, examples=N) as protection:
         assert protection.mode == "gradient"
         train(model, optimizer, x, y, 5)
-    for _ in range(5):
-        other.zero_grad()
-        loss_of(hand.model, x, y).backward()
-        hand.step(other, 0)
+    hand.train(other, x, y, 5)
     close(flat(model), flat(hand.model), 1e-12)
 
 
@@ -367,9 +356,7 @@ def test_the_penalty_added_to_the_loss_is_gradient_mode() -> None:
         optimizer.zero_grad()
         (loss_of(model, x, y) + memory.penalty() / N).backward()
         optimizer.step()
-        other.zero_grad()
-        loss_of(hand.model, x, y).backward()
-        hand.step(other, 0)
+        hand.train(other, x, y, 1)
     close(flat(model), flat(hand.model), 1e-12)
 
 

@@ -1,0 +1,75 @@
+"""What a network's outputs mean: the negative log likelihood, and square roots of its Hessian in the outputs.
+
+The Fisher of a task is sum_n J_n^T (sum_k r_nk r_nk^T) J_n with J_n the Jacobian of the outputs in the weights.
+The curvature pass only needs the roots r, as tensors in the shape of the outputs; there are three kinds:
+
+- exact: sum_k r_k r_k^T is the Hessian of the negative log likelihood in the outputs;
+- sampled: r is the gradient at a label drawn from the model, so that E[r r^T] is that Hessian;
+- empirical: r is the gradient at the true label.
+
+A likelihood of your own is one small class with two methods, and has the sampled and the empirical kind:
+
+>>> import torch
+>>> class Poisson(Likelihood):
+...     name = "poisson"
+...     def negative_log_likelihood(self, outputs, targets):
+...         return torch.nn.functional.poisson_nll_loss(outputs, targets, reduction="sum")
+...     def sample(self, outputs, generator):
+...         return torch.poisson(outputs.exp(), generator=generator)
+>>> Poisson().loss(torch.zeros(4, 1), torch.ones(4, 1))
+tensor(1.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from limpet.errors import MemoryFileError
+from limpet.likelihoods.base import Likelihood, Outputs, as_tensors
+from limpet.likelihoods.categorical import Categorical
+from limpet.likelihoods.elementwise import Bernoulli, Gaussian
+from limpet.likelihoods.several import Several
+
+NAMES: dict[str, type[Categorical] | type[Bernoulli] | type[Gaussian]] = {
+    "categorical": Categorical,
+    "bernoulli": Bernoulli,
+    "gaussian": Gaussian,
+}
+
+
+def resolve(likelihood: str | Likelihood) -> Likelihood:
+    """A likelihood by its name, or the likelihood itself."""
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    if likelihood not in NAMES:
+        raise ValueError(f"likelihood must be one of {', '.join(NAMES)} or a Likelihood, not {likelihood!r}")
+    return NAMES[likelihood]()
+
+
+def from_description(description: Mapping[str, Any]) -> Likelihood:
+    """The inverse of `describe`, for the likelihoods of this module."""
+    try:
+        options = dict(description)
+        name = options.pop("name")
+        if name == Several.name:
+            return Several(*map(from_description, options["parts"]))
+        return NAMES[name](**options)
+    except (KeyError, TypeError, ValueError) as error:
+        raise MemoryFileError(
+            f"the file has the likelihood {description!r}, which is not one of limpet's own: pass it as "
+            "limpet.load(path, model, likelihood=...)"
+        ) from error
+
+
+__all__ = [
+    "Bernoulli",
+    "Categorical",
+    "Gaussian",
+    "Likelihood",
+    "Outputs",
+    "Several",
+    "as_tensors",
+    "from_description",
+    "resolve",
+]

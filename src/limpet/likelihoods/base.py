@@ -1,0 +1,89 @@
+"""What every likelihood has."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from limpet.errors import UnsupportedError
+
+Outputs = Any
+"""A tensor, examples first, or (for several outputs) a tuple of such tensors."""
+
+
+class Likelihood(ABC):
+    """The base of every likelihood. `name` stands in reports and files."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def negative_log_likelihood(self, outputs: Outputs, targets: Any) -> Tensor:
+        """-log p(targets | outputs), summed over the examples."""
+
+    @abstractmethod
+    def sample(self, outputs: Outputs, generator: torch.Generator | None) -> Any:
+        """Targets drawn from p(. | outputs), independent for every example and position."""
+
+    def loss(self, outputs: Outputs, targets: Any) -> Tensor:
+        """The mean negative log likelihood per example: the loss that this likelihood's Fisher belongs to."""
+        return self.negative_log_likelihood(outputs, targets) / self.count(outputs, targets)
+
+    def count(self, outputs: Outputs, targets: Any) -> int:
+        """How many examples (predicted positions, for outputs per position) there are."""
+        return int(as_tensors(outputs)[0].shape[0])
+
+    def root_count(self, outputs: Outputs) -> int | None:
+        """How many roots the exact Fisher takes; None where there is no exact one."""
+        return None
+
+    def roots(self, outputs: Outputs, targets: Any) -> Iterator[Outputs]:
+        """The exact roots. `targets` only say which positions are ignored, and may be None."""
+        raise UnsupportedError(f"the {self.name} likelihood has no exact Fisher here: use fisher='sampled'")
+
+    def sampled_root(self, outputs: Outputs, targets: Any, generator: torch.Generator | None) -> Outputs:
+        """The gradient of the negative log likelihood in the outputs, at labels drawn from the model."""
+        return self.gradient(outputs, self.sample(outputs, generator))
+
+    def gradient(self, outputs: Outputs, targets: Any) -> Outputs:
+        """The gradient of the negative log likelihood in the outputs, at `targets`."""
+        leaves = [tensor.detach().requires_grad_() for tensor in as_tensors(outputs)]
+        with torch.enable_grad():
+            value = self.negative_log_likelihood(_like(outputs, leaves), targets)
+            gradients = torch.autograd.grad(value, leaves)
+        return _like(outputs, gradients)
+
+    def tally(self, outputs: Outputs, targets: Any) -> Tensor:
+        """Sums over a batch from which `fisher_scale` finds what the likelihood estimates itself."""
+        return torch.zeros(2, dtype=torch.float64)
+
+    def fisher_scale(self, tally: Tensor, *, empirical: bool) -> float:
+        """What the Fisher is multiplied by in the end."""
+        return 1.0
+
+    def describe(self) -> dict[str, Any]:
+        """Name and options as plain JSON values, for a memory's file."""
+        return {"name": self.name}
+
+    def mean(self, outputs: Outputs) -> Outputs:
+        """E[targets | outputs]: class probabilities for a categorical."""
+        raise UnsupportedError(f"the {self.name} likelihood does not say what its mean is: give it `mean`")
+
+
+def as_tensors(outputs: Outputs) -> tuple[Tensor, ...]:
+    """One or several outputs as a tuple of tensors."""
+    if isinstance(outputs, Tensor):
+        return (outputs,)
+    if isinstance(outputs, tuple | list) and outputs and all(isinstance(o, Tensor) for o in outputs):
+        return tuple(outputs)
+    raise UnsupportedError(
+        f"the model gave {type(outputs).__name__}, not a tensor or a tuple of tensors: pass "
+        "forward=lambda model, batch: (outputs, targets) that picks the outputs the likelihood is about"
+    )
+
+
+def _like(outputs: Outputs, tensors: Sequence[Tensor]) -> Outputs:
+    return tensors[0] if isinstance(outputs, Tensor) else tuple(tensors)

@@ -1,0 +1,131 @@
+"""Classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from limpet.errors import UnsupportedError
+from limpet.likelihoods.base import Likelihood, Outputs, as_tensors
+
+ROOTS_AT_ONCE = 1 << 22
+"""Numbers that the exact roots made at a time may take."""
+
+
+class Categorical(Likelihood):
+    """Class scores (logits) -> softmax. Outputs (examples, classes), or (examples, positions..., classes).
+
+    Targets are class numbers; positions whose target is `ignore_index` have no loss and no Fisher, and are not
+    counted. Where the classes are not the last dimension (images: (n, classes, h, w)), say `class_dim=1`.
+
+    >>> Categorical().loss(torch.zeros(3, 10), torch.tensor([1, 2, 3]))
+    tensor(2.3026)
+    """
+
+    name = "categorical"
+
+    def __init__(self, *, class_dim: int = -1, ignore_index: int = -100) -> None:
+        self.class_dim = class_dim
+        self.ignore_index = ignore_index
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "class_dim": self.class_dim, "ignore_index": self.ignore_index}
+
+    def _logits(self, outputs: Outputs) -> Tensor:
+        (logits,) = as_tensors(outputs)
+        if logits.dim() < 2:
+            raise UnsupportedError(
+                f"categorical outputs are (examples, classes), not of shape {tuple(logits.shape)}; "
+                "one logit per example is likelihood='bernoulli'"
+            )
+        logits = logits.movedim(self.class_dim, -1)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def _check(self, logits: Tensor, targets: Any) -> Tensor | None:
+        if targets is None:
+            return None
+        if not isinstance(targets, Tensor) or targets.shape != logits.shape[:-1]:
+            shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
+            raise UnsupportedError(
+                f"targets of shape {shape} do not fit outputs with {logits.shape[-1]} classes for "
+                f"{tuple(logits.shape[:-1])} positions: targets are class numbers; where classes are not the "
+                "last dimension of the outputs use likelihood=limpet.Categorical(class_dim=1)"
+            )
+        return targets.to(logits.device)
+
+    def _out(self, root: Tensor, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        if targets is not None:
+            root = root.masked_fill((targets == self.ignore_index).unsqueeze(-1), 0)
+        return root.movedim(-1, self.class_dim).to(outputs.dtype)
+
+    def negative_log_likelihood(self, outputs: Outputs, targets: Any) -> Tensor:
+        logits = self._logits(outputs)
+        labels = self._check(logits, targets)
+        if labels is None:
+            raise UnsupportedError("the loss needs targets: give batches of (inputs, targets)")
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=self.ignore_index)
+
+    def count(self, outputs: Outputs, targets: Any) -> int:
+        logits = self._logits(outputs)
+        labels = self._check(logits, targets)
+        if labels is None:
+            return logits[..., 0].numel()
+        return int((labels != self.ignore_index).sum())
+
+    def sample(self, outputs: Outputs, generator: torch.Generator | None) -> Tensor:
+        probabilities = self._logits(outputs).softmax(-1)
+        drawn = torch.multinomial(probabilities.flatten(0, -2), 1, generator=generator)
+        return drawn.reshape(probabilities.shape[:-1])
+
+    def gradient(self, outputs: Outputs, targets: Any) -> Tensor:
+        logits = self._logits(outputs)
+        labels = self._check(logits, targets)
+        if labels is None:
+            raise UnsupportedError("fisher='empirical' needs targets: give batches of (inputs, targets)")
+        kept = labels.masked_fill(labels == self.ignore_index, 0).unsqueeze(-1)
+        root = logits.softmax(-1)
+        root.scatter_add_(-1, kept, torch.full_like(kept, -1, dtype=root.dtype))
+        return self._out(root, outputs, labels)
+
+    def sampled_root(self, outputs: Outputs, targets: Any, generator: torch.Generator | None) -> Tensor:
+        root = self.gradient(outputs, self.sample(outputs, generator))
+        return self._out(root.movedim(self.class_dim, -1), outputs, self._check(self._logits(outputs), targets))
+
+    def root_count(self, outputs: Outputs) -> int | None:
+        logits = self._logits(outputs)
+        return max(logits.shape[-1] - 1, 1) if logits.dim() == 2 else None
+
+    def roots(self, outputs: Outputs, targets: Any) -> Iterator[Tensor]:
+        """The columns of the Cholesky factor of diag(p) - p p^T, which has rank classes - 1.
+
+        With the tail sums t_j = p_j + ... + p_C: R_jj = sqrt(p_j t_{j+1} / t_j) and, below the diagonal,
+        R_kj = -p_k sqrt(p_j / (t_j t_{j+1})) (Tanabe and Sagae 1992). One backward pass fewer than the
+        symmetric root, and no square root of small differences.
+        """
+        logits = self._logits(outputs)
+        labels = self._check(logits, targets)
+        if logits.dim() != 2:
+            raise UnsupportedError("fisher='exact' is for one output per example: use fisher='sampled'")
+        p = logits.softmax(-1)
+        if p.shape[-1] == 1:
+            yield self._out(torch.zeros_like(p), outputs, labels)
+            return
+        tail = p.flip(-1).cumsum(-1).flip(-1)
+        rest = tail[:, 1:].clamp_min(torch.finfo(p.dtype).tiny).sqrt()
+        own = (p / tail.clamp_min(torch.finfo(p.dtype).tiny)).sqrt()
+        chunk = max(1, ROOTS_AT_ONCE // p.numel())
+        for start in range(0, p.shape[-1] - 1, chunk):
+            stop = min(start + chunk, p.shape[-1] - 1)
+            # p_k / rest_j is at most sqrt(p_k) below the diagonal, so no root overflows there
+            roots = p.unsqueeze(1) * (-own[:, start:stop] / rest[:, start:stop]).unsqueeze(-1)
+            roots = roots.triu(start + 1)
+            roots.diagonal(start, 1, 2).copy_(own[:, start:stop] * rest[:, start:stop])
+            whole = roots if labels is None else roots.masked_fill((labels == self.ignore_index)[:, None, None], 0)
+            yield from whole.movedim(1, 0).contiguous().to(logits.dtype).movedim(-1, self.class_dim).to(outputs.dtype)
+
+    def mean(self, outputs: Outputs) -> Tensor:
+        return self._logits(outputs).softmax(-1).movedim(-1, self.class_dim)

@@ -1,0 +1,133 @@
+"""Outputs that are independent of each other: Bernoulli and Gaussian."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from limpet.errors import UnsupportedError
+from limpet.likelihoods.base import Likelihood, Outputs, as_tensors
+
+
+class Bernoulli(Likelihood):
+    """Independent logits -> sigmoid: outputs (examples, ...) and targets 0 or 1 of the same shape."""
+
+    name = "bernoulli"
+
+    def negative_log_likelihood(self, outputs: Outputs, targets: Any) -> Tensor:
+        return F.binary_cross_entropy_with_logits(*_paired(outputs, targets), reduction="sum")
+
+    def sample(self, outputs: Outputs, generator: torch.Generator | None) -> Tensor:
+        return torch.bernoulli(self.mean(outputs), generator=generator)
+
+    def gradient(self, outputs: Outputs, targets: Any) -> Tensor:
+        logits, labels = _paired(outputs, targets)
+        return logits.sigmoid() - labels
+
+    def root_count(self, outputs: Outputs) -> int | None:
+        return _per_example(outputs)
+
+    def roots(self, outputs: Outputs, targets: Any) -> Iterator[Tensor]:
+        p = self.mean(outputs)
+        yield from _diagonal_roots((p * (1 - p)).sqrt())
+
+    def mean(self, outputs: Outputs) -> Tensor:
+        (logits,) = as_tensors(outputs)
+        return logits.sigmoid()
+
+
+class Gaussian(Likelihood):
+    """Outputs (examples, ...) are means; the noise variance is given, or `"estimate"`d from the residuals.
+
+    The negative log likelihood is sum (y - f)^2 / (2 variance) + const: a plain mean squared error is another
+    multiple of it, `Gaussian(v).loss` is the loss itself.
+
+    >>> Gaussian(0.5).loss(torch.zeros(4, 1), torch.ones(4, 1))
+    tensor(1.5724)
+    """
+
+    name = "gaussian"
+
+    def __init__(self, variance: float | str = 1.0) -> None:
+        if variance != "estimate" and not (isinstance(variance, int | float) and variance > 0):
+            raise ValueError(f"variance must be a number > 0 or 'estimate', not {variance!r}")
+        self.variance = variance
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "variance": self.variance}
+
+    @property
+    def _known(self) -> float:
+        """The variance while the pass runs: 1 where it is estimated, and mended by `fisher_scale`."""
+        return 1.0 if isinstance(self.variance, str) else float(self.variance)
+
+    def negative_log_likelihood(self, outputs: Outputs, targets: Any) -> Tensor:
+        means, values = _paired(outputs, targets)
+        constant = 0.5 * means.numel() * math.log(2 * math.pi * self._known)
+        return (means - values).square().sum() / (2 * self._known) + constant
+
+    def sample(self, outputs: Outputs, generator: torch.Generator | None) -> Tensor:
+        (means,) = as_tensors(outputs)
+        noise = torch.randn(means.shape, generator=generator, device=means.device, dtype=means.dtype)
+        return means + math.sqrt(self._known) * noise
+
+    def gradient(self, outputs: Outputs, targets: Any) -> Tensor:
+        means, values = _paired(outputs, targets)
+        return (means - values) / self._known
+
+    def root_count(self, outputs: Outputs) -> int | None:
+        return _per_example(outputs)
+
+    def roots(self, outputs: Outputs, targets: Any) -> Iterator[Tensor]:
+        yield from _diagonal_roots(torch.full_like(outputs, self._known**-0.5))
+
+    def tally(self, outputs: Outputs, targets: Any) -> Tensor:
+        if self.variance != "estimate":
+            return super().tally(outputs, targets)
+        means, values = _paired(outputs, targets)
+        squares = (means - values).square().sum(dtype=torch.float32 if means.device.type == "mps" else torch.float64)
+        return torch.tensor([float(squares), means.numel()], dtype=torch.float64)
+
+    def fisher_scale(self, tally: Tensor, *, empirical: bool) -> float:
+        if self.variance != "estimate":
+            return 1.0
+        variance = float(tally[0] / tally[1])
+        if not variance > 0:
+            raise UnsupportedError("the residuals are all zero, so no noise variance can be estimated: give one")
+        return float(variance ** (-2 if empirical else -1))
+
+    def mean(self, outputs: Outputs) -> Tensor:
+        return as_tensors(outputs)[0]
+
+
+def _paired(outputs: Outputs, targets: Any) -> tuple[Tensor, Tensor]:
+    """Outputs, and targets that fit them."""
+    (tensor,) = as_tensors(outputs)
+    if targets is None:
+        raise UnsupportedError("this needs targets: give batches of (inputs, targets)")
+    if tensor.shape != targets.shape:
+        raise UnsupportedError(
+            f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(tensor.shape)}: "
+            "give them the same shape, for instance targets.unsqueeze(-1)"
+        )
+    return tensor, targets.to(tensor)
+
+
+def _per_example(outputs: Tensor) -> int | None:
+    return None if outputs.dim() > 2 else outputs[0].numel()
+
+
+def _diagonal_roots(scale: Tensor) -> Iterator[Tensor]:
+    """The columns of a diagonal root, for every example at once."""
+    if scale.dim() > 2:
+        raise UnsupportedError("fisher='exact' is for one output per example: use fisher='sampled'")
+    flat = scale.reshape(scale.shape[0], -1)
+    for k in range(flat.shape[1]):
+        root = torch.zeros_like(flat)
+        root[:, k] = flat[:, k]
+        yield root.reshape(scale.shape)
