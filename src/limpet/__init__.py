@@ -10,6 +10,7 @@ memory.save("memory.safetensors")
 
 from limpet.errors import (
     CurvatureError,
+    FallbackWarning,
     LimpetError,
     LimpetWarning,
     MemoryFileError,
@@ -26,6 +27,7 @@ __all__ = [
     "Bernoulli",
     "Categorical",
     "CurvatureError",
+    "FallbackWarning",
     "Gaussian",
     "Likelihood",
     "LimpetError",

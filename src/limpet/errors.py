@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
+import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 
@@ -28,6 +33,26 @@ class LimpetWarning(UserWarning):
 
 class NotProtectedWarning(LimpetWarning):
     """Something in the model that the memory does not hold fast."""
+
+
+class FallbackWarning(LimpetWarning):
+    """Something that is protected in another way than was asked for."""
+
+
+def warn(message: str, category: type[LimpetWarning]) -> None:
+    """Warn at the user's own line: the nearest one that is not in this package."""
+    package, level = str(Path(__file__).parent), 1
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"limpet: {message}", category, stacklevel=level)
+
+
+def finite_number(name: str, value: Any) -> float:
+    """The value as a float >= 0 that is finite, whatever kind of number it is (numpy's too)."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf:
+        raise ValueError(f"{name} must be a finite number >= 0, not {value!r}")
+    return float(value)
 
 
 def positive_whole(name: str, value: Any) -> int:

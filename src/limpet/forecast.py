@@ -8,27 +8,26 @@ is the second-order Taylor expansion of the mean old loss around the mean, where
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from limpet.posterior import Posterior
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """The predicted rise of the mean loss on the old data, in nats per example: in all, and block by block."""
+class Forecast(float):
+    """The predicted rise of the mean loss on the old data, in nats per example; `blocks` has each block's share."""
 
-    total: float
     blocks: dict[str, float]
 
-    def __float__(self) -> float:
-        return self.total
+    def __new__(cls, blocks: dict[str, float]) -> Forecast:
+        """The sum over the blocks."""
+        forecast = super().__new__(cls, sum(blocks.values()))
+        forecast.blocks = blocks
+        return forecast
 
     def __str__(self) -> str:
         worst = sorted(self.blocks.items(), key=lambda item: -item[1])[:3]
         named = ", ".join(f"{name} {value:.4g}" for name, value in worst if value > 0)
-        return f"{self.total:.4g} nats per example" + (f" (most in {named})" if named else "")
+        return f"{float(self):.4g} nats per example" + (f" (most in {named})" if named else "")
 
 
 @torch.no_grad()
@@ -39,4 +38,4 @@ def forecast(posterior: Posterior, examples: int) -> Forecast:
     for name, held in posterior.held.items():
         if held.tasks and examples:
             rises[name] = float(held.precision.fisher().quadratic(held.displacement(weights))) / (2 * examples)
-    return Forecast(sum(rises.values()), rises)
+    return Forecast(rises)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from limpet import store
-from limpet.errors import NotProtectedWarning
+from limpet.errors import LimpetWarning
 from limpet.likelihoods import Likelihood, from_description
 from limpet.methods import METHODS, Memory
 
@@ -31,7 +31,7 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Likelihood | None = 
     state = store.read(path)
     settings: dict[str, Any] = state["metadata"]["settings"]
     with store.refusing(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotProtectedWarning)  # said when the memory was made
+        warnings.simplefilter("ignore", LimpetWarning)  # said when the memory was made
         kind = METHODS[store.Settings(state).choice("method", METHODS)]
         wanted = inspect.signature(kind.__init__).parameters.keys() & settings.keys()
         options = {name: settings[name] for name in wanted if name != "likelihood"}

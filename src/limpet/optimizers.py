@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 
-from limpet.errors import LimpetWarning, UnsupportedError
+from limpet.errors import UnsupportedError
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -44,8 +43,3 @@ def refuse_unsupported(optimizer: Any) -> None:
                 raise UnsupportedError(
                     "FSDP1 flattens the weights of several layers into one: use FSDP2 (fully_shard) instead"
                 )
-
-
-def warn(message: str, category: type[LimpetWarning]) -> None:
-    """Warn at the user's own line."""
-    warnings.warn(f"limpet: {message}", category, stacklevel=4)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from limpet.curvature import Block, Structure, named_parameters
-from limpet.errors import LimpetError
+from limpet.errors import LimpetError, NotProtectedWarning, warn
 from limpet.precision import STRUCTURES, Kronecker, KroneckerSum, Precision
 
 
@@ -104,6 +104,7 @@ class Posterior:
         New parameters start from the prior. A block that no task has gone into yet may be cut up otherwise; one
         that holds tasks stays, and changing it is an error.
         """
+        self._drop_deleted()
         by_parameters = {held.block.parameters: held for held in self.held.values()}
         wanted = {block.parameters for block in blocks}
         covered = {name for block in blocks for name in block.parameters}
@@ -123,6 +124,38 @@ class Posterior:
                     )
                 arranged[held.block.name] = held  # frozen since: its weights stay, and so does what is known
         self.held = arranged
+        self._follow_devices()
+
+    def _drop_deleted(self) -> None:
+        """Leave out blocks whose parameters the model no longer has; refuse those that have another shape."""
+        weights = self.weights()
+        for name, held in list(self.held.items()):
+            shapes = dict(zip(held.block.parameters, held.block.shapes, strict=True))
+            gone = [parameter for parameter in shapes if parameter not in weights]
+            other = [p for p, shape in shapes.items() if p in weights and weights[p].shape != shape]
+            if other and held.tasks:
+                raise LimpetError(
+                    f"{other[0]} was {tuple(shapes[other[0]])} when it was measured and is "
+                    f"{tuple(weights[other[0]].shape)} now: leave a head that grows out of the memory from the start, "
+                    f"exclude=[{name!r}]"
+                )
+            if gone and held.tasks:
+                warn(f"the model no longer has {gone[0]}, and what was known of it is dropped", NotProtectedWarning)
+            if gone or other:
+                del self.held[name]
+
+    def _follow_devices(self) -> None:
+        """Move the blocks of a model that went to another device."""
+        weights = self.weights()
+        for name, held in self.held.items():
+            device = weights[held.block.parameters[0]].device
+            if held.mean.device != device:
+                self.held[name] = replace(
+                    held,
+                    mean=held.mean.to(device),
+                    slope=None if held.slope is None else held.slope.to(device),
+                    precision=held.precision.to(device, held.mean.dtype),
+                )
 
     def _cut_anew(self, block: Block) -> Held:
         """A block of parameters of which some may stand in other blocks already, with no task in them."""

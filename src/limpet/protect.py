@@ -12,6 +12,7 @@ The objective is mean loss + (1 / N) penalty(w). Two ways to add the penalty:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,8 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, positive_whole
-from limpet.optimizers import inner_optimizer, refuse_unsupported, warn
+from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, positive_whole, warn
+from limpet.optimizers import inner_optimizer, refuse_unsupported
 from limpet.posterior import Held, Posterior
 
 MODES = ("auto", "proximal", "gradient")
@@ -40,6 +41,7 @@ class StepObserver(Protocol):
 class ProximalState:
     """What proximal mode carries from step to step. Part of a memory's saved state."""
 
+    every: int = 1
     count: int = 0
     force: dict[str, Tensor] = field(default_factory=dict)  # h, by parameter
     pending: dict[str, float] = field(default_factory=dict)  # S, by block
@@ -81,27 +83,53 @@ class Protection:
         self.mode = _mode(self.optimizer, mode, every)
         self.every = every
         self.weight = _weight(examples, reduction, batch_size)
-        self.state = state if state is not None else ProximalState()
+        self.state = state if state is not None and state.every == every else ProximalState(every)
         self._observer = observer
         self._on_enter = on_enter
         self._on_exit = on_exit
         self._handles: list[Any] = []
+        self._entered = False
+        self._groups: list[tuple[int, int]] = []  # the optimizer's groups as they were bound
         self._bound: list[Bound] = []
+        self._sizes: list[float] = []  # the step size of every block in this step
         self._original: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # parameter, its gradient, ours in its place
 
     def __enter__(self) -> Protection:
+        if self._handles:
+            raise LimpetError("this protection is in use already: make a new one with memory.protect(...)")
+        self._entered = True
+        self._on_enter(self)
+        try:
+            self._bind()
+        except BaseException:
+            self._on_exit(False)
+            raise
+        self._handles = [
+            self.optimizer.register_step_pre_hook(self._pre_hook),
+            self.optimizer.register_step_post_hook(self._post_hook),
+        ]
+        return self
+
+    def __del__(self) -> None:
+        if not getattr(self, "_entered", True):
+            warn("memory.protect(...) was called and never entered, so nothing was held: write `with`", LimpetWarning)
+
+    def _bind(self) -> None:
+        """Find the groups of the blocks' parameters. Done anew when the optimizer's groups change under way."""
         refuse_unsupported(self.optimizer)
-        self._bound = list(self._bind())
+        self._groups = self._groups_now()
+        self._bound = list(self._blocks())
         if not self._bound:
             raise LimpetError(
                 "the optimizer holds none of the parameters that the memory protects: make it from the parameters "
                 "of the same model, after the model is on its device"
             )
-        self._handles = [self.optimizer.register_step_post_hook(self._post_hook)]
-        if self.mode == "gradient" or self._observer is not None:
-            self._handles.append(self.optimizer.register_step_pre_hook(self._pre_hook))
-        self._on_enter(self)
-        return self
+        if self.mode == "proximal":
+            for bound in self._bound:
+                self._common_step(bound)
+
+    def _groups_now(self) -> list[tuple[int, int]]:
+        return [(id(group), len(group["params"])) for group in self.optimizer.param_groups]
 
     def __exit__(self, *exception: object) -> None:
         for handle in self._handles:
@@ -114,7 +142,7 @@ class Protection:
                 self._pull(bound)
         self._on_exit(finished)
 
-    def _bind(self) -> Iterator[Bound]:
+    def _blocks(self) -> Iterator[Bound]:
         group_of = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
         weights = self.posterior.weights()
         decayed = []
@@ -133,6 +161,8 @@ class Protection:
             )
 
     def _pre_hook(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._groups_now() != self._groups:
+            self._bind()
         # A closure runs inside the step, after this hook: what is to be done with its gradients goes with it.
         # args[0] is the optimizer itself.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -141,6 +171,7 @@ class Protection:
             return None
 
         def wrapped() -> Any:
+            self._give_back()
             with torch.enable_grad():
                 loss = closure()
             self._gradients_known()
@@ -173,6 +204,8 @@ class Protection:
         if self.mode == "gradient":
             for bound in self._bound:
                 self._add_gradient(bound, scale)
+        else:
+            self._sizes = [self._step_size(bound) for bound in self._bound]  # before the step, which it may refuse
 
     def _add_gradient(self, bound: Bound, scale: Tensor | None) -> None:
         if all(parameter.grad is None for parameter in bound.parameters):
@@ -209,8 +242,7 @@ class Protection:
     def _proximal_step(self) -> None:
         self.state.count += 1
         moves: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
-        for bound in self._bound:
-            step = self._step_size(bound)
+        for bound, step in zip(self._bound, self._sizes, strict=True):
             if not step:
                 continue
             name = bound.held.block.name
@@ -249,15 +281,24 @@ class Protection:
         known = [parameter.grad is not None for parameter in bound.parameters]
         if not any(known):
             return 0.0
+        if not all(known):
+            raise _not_as_one(bound.held)
+        return self._common_step(bound)
+
+    def _common_step(self, bound: Bound) -> float:
+        """The step size that all parameters of the block have."""
         sizes = {None if group is None else _sgd_step(group) for group in bound.groups}
         size = sizes.pop()
-        if sizes or size is None or not all(known):
-            raise UnsupportedError(
-                f"{bound.held.block.name} is one block ({', '.join(bound.held.block.parameters)}), and proximal mode "
-                "moves it as one: give its parameters the same lr and momentum and all of them a gradient, or use "
-                "mode='gradient'"
-            )
+        if sizes or size is None:
+            raise _not_as_one(bound.held)
         return size
+
+
+def _not_as_one(held: Held) -> UnsupportedError:
+    return UnsupportedError(
+        f"{held.block.name} is one block ({', '.join(held.block.parameters)}), and proximal mode moves it as one: give "
+        "its parameters the same lr and momentum and all of them a gradient, or use mode='gradient'"
+    )
 
 
 def _sgd_step(group: dict[str, Any]) -> float:
@@ -272,7 +313,8 @@ def _mode(optimizer: Any, mode: str, every: int) -> str:
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
     positive_whole("every", every)
-    sgd = isinstance(optimizer, torch.optim.SGD)
+    # a subclass with a step of its own (LARS, sign descent) has another step size
+    sgd = isinstance(optimizer, torch.optim.SGD) and _written(type(optimizer)) is _written(torch.optim.SGD)
     if mode == "auto":
         mode = "proximal" if sgd else "gradient"
     if mode == "proximal" and not sgd:
@@ -283,6 +325,11 @@ def _mode(optimizer: Any, mode: str, every: int) -> str:
     if mode == "gradient" and every > 1:
         raise UnsupportedError("every > 1 is for proximal mode (SGD): in gradient mode every step holds on")
     return mode
+
+
+def _written(kind: type[torch.optim.Optimizer]) -> Any:
+    """The step method as it is written, under what torch wraps it in."""
+    return inspect.unwrap(kind.step)
 
 
 def _weight(examples: int, reduction: str, batch_size: int | None) -> float:

@@ -21,16 +21,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from limpet.curvature import DIRECT, Block
-from limpet.errors import LimpetError, MemoryFileError
+from limpet.errors import LimpetError, MemoryFileError, finite_number, positive_whole
 from limpet.posterior import Held, Posterior
 from limpet.precision import STRUCTURES
-from limpet.precision.base import fact
 from limpet.protect import ProximalState
 from limpet.version import __version__
 
 FORMAT = "limpet memory"
 VERSION = 1
 HEADER_LIMIT = 100_000_000
+NEVER_NEGATIVE = ("diagonal", "diagonal.weighted", "eigenvalues", "eigenvalues.weighted", "trace")
 DTYPES = {torch.float32: "F32", torch.float64: "F64"}
 
 
@@ -69,7 +69,7 @@ def collect(
             tensors[f"{name}/precision/{key}"] = tensor
     running = None
     if proximal is not None and proximal.count:
-        running = {"count": proximal.count, "pending": dict(proximal.pending)}
+        running = {"every": proximal.every, "count": proximal.count, "pending": dict(proximal.pending)}
         tensors.update({f"force/{name}": tensor.clone() for name, tensor in proximal.force.items()})
     metadata = {
         "library": __version__,
@@ -103,7 +103,7 @@ class Settings:
 
     def number(self, name: str) -> float:
         """A finite number >= 0."""
-        return fact(dict(self._values), name)
+        return finite_number(name, self._values.get(name))
 
     def whole(self, name: str) -> int:
         """A whole number >= 0."""
@@ -218,6 +218,8 @@ def _restore_block(entry: Mapping[str, Any], block: Block, tensors: dict[str, Te
             raise ValueError(f"{prefix}{key} is of {tensor.dtype}")
         return tensor.to(weight.device, dtype)
 
+    if not all(bool(torch.isfinite(tensor).all()) for key, tensor in tensors.items() if key.startswith(prefix)):
+        raise ValueError(f"{block.name} holds inf or nan")
     mean = take("mean")
     slope = take("slope") if f"{prefix}slope" in tensors else None
     for name, tensor in (("mean", mean), ("slope", slope)):
@@ -225,6 +227,9 @@ def _restore_block(entry: Mapping[str, Any], block: Block, tensors: dict[str, Te
             raise ValueError(f"{prefix}{name} has shape {tuple(tensor.shape)}, expected {tuple(block.shape)}")
     inner = f"{prefix}precision/"
     kept = {key.removeprefix(inner): take(key.removeprefix(prefix)) for key in list(tensors) if key.startswith(inner)}
+    for key, tensor in kept.items():
+        if key.endswith(NEVER_NEGATIVE) and bool((tensor < 0).any()):
+            raise ValueError(f"{inner}{key} is negative somewhere")
     kind = STRUCTURES[entry["structure"]]
     if kind.structure != posterior.structure.of(block):
         raise ValueError(f"{block.name} is {kind.structure}, expected {posterior.structure.of(block)}")
@@ -240,8 +245,9 @@ def _restore_proximal(
     if running is None:
         return None
     weights = posterior.weights()
-    pending = {held[name].block.name: float(size) for name, size in running["pending"].items()}
-    state = ProximalState(count=int(running["count"]), pending=pending)
+    pending = {held[name].block.name: finite_number("pending", size) for name, size in running["pending"].items()}
+    every, count = positive_whole("every", running["every"]), positive_whole("count", running["count"])
+    state = ProximalState(every, count, pending=pending)
     for key in [key for key in tensors if key.startswith("force/")]:
         force, weight = tensors.pop(key), weights[key.removeprefix("force/")]
         if force.shape != weight.shape:
@@ -256,6 +262,8 @@ def _restore_proximal(
 def write(path: str | Path, state: State) -> None:
     """Write a state; the file appears whole or not at all."""
     path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} to save {path.name} in")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state["tensors"].items()}
     described = json.dumps(state["metadata"], allow_nan=False)
     metadata = {"format": FORMAT, "version": str(VERSION), "limpet": described, "sha256": _digest(described, tensors)}

@@ -10,8 +10,9 @@ from limpet.curvature.blocks import (
     plain,
     unwrapped,
 )
-from limpet.curvature.fisher import FISHERS, Fisher, FisherPass, Structure
+from limpet.curvature.fisher import FISHERS, Fisher, FisherPass
 from limpet.curvature.guard import untouched
+from limpet.curvature.structure import Structure
 
 __all__ = [
     "DIRECT",

@@ -34,7 +34,7 @@ class Accumulator(ABC):
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def add_data(self, calls: Sequence[Call]) -> None:
-        """Take in what the forward pass tells."""
+        """Take in what the forward pass tells, once a batch."""
         return
 
     @abstractmethod
@@ -78,8 +78,9 @@ class KroneckerAccumulator(Accumulator):
             diagonal = self.diagonal[side] or layer.data_one_hot
             total = self._side(self.data, layer.kind, side, diagonal=diagonal)
             if isinstance(layer, Embedding):
-                total += layer.counts(call, self.dtype)
-                seen = call.data.numel()
+                counts = layer.counts(call, self.dtype)
+                total += counts
+                seen = int(counts.sum())
             else:
                 ones = isinstance(layer, MatrixLayer) and layer.has_bias
                 rows = call.data.flatten(-3, -2)
@@ -109,7 +110,7 @@ class KroneckerAccumulator(Accumulator):
             layer = next(layer for layer in self.block.layers if layer.kind == kind)
             data_diagonal = layer.data_one_hot or self.diagonal["out" if layer.data_left else "in"]
             gradients_diagonal = self.diagonal["in" if layer.data_left else "out"]
-            mean = mirrored(data, data_diagonal) / self.count[kind]
+            mean = mirrored(data, data_diagonal) / max(self.count[kind], 1)
             summed = mirrored(self.gradients[kind], gradients_diagonal) * scale
             if layer.data_left:
                 found.append(KroneckerTerm(summed, mean, gradients_diagonal, data_diagonal))
@@ -126,9 +127,7 @@ class DiagonalAccumulator(Accumulator):
         self.squares = self.zeros(*block.shape)
 
     def add_gradients(self, calls: Sequence[Call]) -> None:
-        known = [call for call in calls if call.gradient is not None]
-        if known:
-            self.squares += squared_gradients(known, self.block.shape.numel()).to(self.dtype)
+        self.squares += squared_gradients(calls, self.block.shape.numel()).to(self.dtype)
 
     def add_example(self, gradient: Tensor) -> None:
         self.squares += gradient.to(self.dtype).square()
@@ -151,13 +150,10 @@ class DenseAccumulator(Accumulator):
         self.matrix = self.zeros(size, size)
 
     def add_gradients(self, calls: Sequence[Call]) -> None:
-        known = [call for call in calls if call.gradient is not None]
-        if not known:
-            return
-        count = known[0].layer.example_count(known[0])
+        count = calls[0].layer.example_count(calls[0])
         step = max(1, CHUNK // self.block.shape.numel())
         for start in range(0, count, step):
-            gradients = example_gradients(known, slice(start, start + step)).flatten(1)
+            gradients = example_gradients(calls, slice(start, start + step)).flatten(1)
             add_gram(self.matrix, gradients, ones=False, diagonal=False)
 
     def add_example(self, gradient: Tensor) -> None:

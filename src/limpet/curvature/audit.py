@@ -1,76 +1,171 @@
-"""Does what the hooks see account for the whole gradient of every parameter?
+"""Does what the hooks see account for the whole gradient of every parameter, example by example?
 
 Hooks can miss a use of a weight: MultiheadAttention hands the weight of its `out_proj` to a function, a tied head
-calls F.linear on the embedding's weight, somebody calls `layer.forward`. A Fisher made from the hooks alone would
-then be wrong in silence. So for the first batch the gradient of every parameter is made twice, by autograd and from
-what was recorded, and a block that differs is measured directly instead.
+calls F.linear on the embedding's weight, somebody calls `layer.forward`. And what a layer sees need not be a row for
+every example: a position embedding gets the gradient of the whole batch at once. A Fisher made from the hooks alone
+would then be wrong in silence. So the gradient of every parameter is made twice, by autograd and from what was
+recorded, and one example is sent through by itself; a block that fails is measured directly instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from limpet.curvature.batches import Forward, batch_size, call, part
 from limpet.curvature.blocks import Block
 from limpet.curvature.record import Recorder
+from limpet.errors import CurvatureError
+from limpet.layers import Call
+from limpet.likelihoods import as_tensors
 from limpet.precision.linalg import widened
 
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""Relative difference that rounding may make; 5e-2 for the half precisions."""
+ROUNDING = {torch.float64: (1e-8, 1e-13), torch.float32: (1e-3, 1e-6)}
+HALF_ROUNDING = (5e-2, 5e-3)
+"""What rounding may change: relative to the gradient, and to the size of what it is summed from."""
 
 
-@dataclass(frozen=True)
-class Audit:
-    """The blocks as they must be measured, and the parameters that the outputs do not depend on."""
-
-    blocks: list[Block]
-    unused: frozenset[str]
-
-
-def audit(
-    blocks: Sequence[Block],
-    recorder: Recorder,
-    parameters: Mapping[str, nn.Parameter],
-    outputs: Sequence[Tensor],
-) -> Audit:
-    """Hold the recorded gradients of one batch against autograd's own."""
+def unseen(
+    blocks: Sequence[Block], recorder: Recorder, parameters: Mapping[str, nn.Parameter], outputs: Sequence[Tensor]
+) -> tuple[set[str], set[str]]:
+    """The blocks whose recorded gradient is not autograd's own, and the parameters that have a gradient at all."""
     generator = torch.Generator().manual_seed(0)
     cotangents = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
     names = [name for block in blocks for name in block.parameters]
     wanted: Any = [*recorder.edges, *(parameters[name] for name in names)]
-    found = torch.autograd.grad(
-        outputs,
-        wanted,
-        cotangents,
-        retain_graph=True,
-        allow_unused=True,
-    )
+    found = gradients_at(outputs, wanted, cotangents, keep=True)
     recorder.take(found[: len(recorder.edges)])
     true = dict(zip(names, found[len(recorder.edges) :], strict=True))
-    kept: list[Block] = []
-    for block in blocks:
-        if not block.layers or _accounted_for(block, recorder, parameters, true):
-            kept.append(block)
-        else:
-            kept.extend(block.made_direct())
-    return Audit(kept, frozenset(name for name, gradient in true.items() if gradient is None))
+    wrong = {b.name for b in blocks if b.layers and not _accounted_for(b, recorder, parameters, true)}
+    return wrong, {name for name, gradient in true.items() if gradient is not None}
+
+
+def gradients_at(
+    outputs: Sequence[Tensor], wanted: Any, cotangents: Sequence[Tensor], *, keep: bool
+) -> tuple[Tensor | None, ...]:
+    """torch.autograd.grad, with a word on the one thing that stops it."""
+    try:
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            outputs, wanted, cotangents, retain_graph=keep, allow_unused=True
+        )
+        return found
+    except RuntimeError as error:
+        if "heckpoint" not in str(error):
+            raise
+        raise CurvatureError(
+            "the model uses reentrant gradient checkpointing, which gives no gradients in between: call "
+            "checkpoint(..., use_reentrant=False)"
+        ) from error
 
 
 def _accounted_for(
     block: Block, recorder: Recorder, parameters: Mapping[str, nn.Parameter], true: Mapping[str, Tensor | None]
 ) -> bool:
-    gradients = []
-    for name in block.parameters:
-        gradient = true[name]
-        gradients.append(torch.zeros_like(parameters[name]) if gradient is None else gradient.to_dense())
-    expected = widened(block.matrix(gradients))
-    calls = [call for call in recorder.calls.get(block.name, []) if call.gradient is not None]
-    recorded = torch.zeros_like(expected)
-    for call in calls:
-        recorded += widened(call.layer.total_gradient(call))
-    tolerance = TOLERANCE.get(parameters[block.parameters[0]].dtype, 5e-2)
-    return bool((recorded - expected).norm() <= tolerance * expected.norm())
+    if block.name in recorder.unreadable:
+        return False
+    given = [true[name] for name in block.parameters]
+    dense = [
+        torch.zeros_like(parameters[name]) if gradient is None else gradient.to_dense()
+        for name, gradient in zip(block.parameters, given, strict=True)
+    ]
+    expected = widened(block.matrix(dense))
+    if not bool(torch.isfinite(expected).all()):
+        raise CurvatureError(f"the gradient of {block.name} holds inf or nan: look at the data, or the weights")
+    calls = [each for each in recorder.calls.get(block.name, []) if each.gradient is not None]
+    recorded, summands = torch.zeros_like(expected), 0.0
+    relative, absolute = ROUNDING.get(parameters[block.parameters[0]].dtype, HALF_ROUNDING)
+    try:
+        for each in calls:
+            recorded += widened(each.layer.total_gradient(each))
+            summands += _size(each)
+            rounding = ROUNDING.get(each.dtype, HALF_ROUNDING)
+            relative, absolute = max(relative, rounding[0]), max(absolute, rounding[1])
+    except (RuntimeError, IndexError):  # shapes that do not fit: the layer does something else with its input
+        return False
+    return bool((recorded - expected).norm() <= relative * expected.norm() + absolute * summands)
+
+
+def _size(each: Call) -> float:
+    data = each.data.float().norm() if each.data.is_floating_point() else torch.ones(())
+    return float(data) * float(each.gradient.norm()) if each.gradient is not None else 0.0
+
+
+def not_by_example(
+    blocks: Sequence[Block],
+    needs_examples: set[str],
+    recorder: Recorder,
+    model: nn.Module,
+    batch: Any,
+    forward: Forward | None,
+    outputs: Sequence[Tensor],
+) -> set[str]:
+    """The blocks whose layers do not see the examples one by one.
+
+    Every call must see as many rows per example in the batch as for one example by itself; blocks of which squared
+    gradients are summed (`needs_examples`) must have the examples as first dimension, too.
+    """
+    count = outputs[0].shape[0]
+    hooked = [block for block in blocks if block.layers]
+    if count < 2:
+        return set()
+    if batch_size(batch) != count:
+        return {
+            b.name for b in hooked if not _plausible(recorder.calls.get(b.name, []), count, b.name in needs_examples)
+        }
+    alone = Recorder()
+    with alone.attached(hooked):
+        with alone.recording():
+            single, _ = call(model, part(batch, slice(0, 1)), forward)
+        _same_outputs(as_tensors(single), outputs, model, batch, forward)
+        return {
+            b.name
+            for b in hooked
+            if not _scales(recorder.calls.get(b.name, []), alone.calls.get(b.name, []), count, b.name in needs_examples)
+        }
+
+
+def _rows(each: Call) -> int:
+    return each.data.numel() if not each.data.is_floating_point() else each.data.shape[-3] * each.data.shape[-2]
+
+
+def _scales(calls: Sequence[Call], alone: Sequence[Call], count: int, needs_examples: bool) -> bool:
+    if len(calls) != len(alone) or any(_rows(a) != count * _rows(b) for a, b in zip(calls, alone, strict=True)):
+        return False
+    firsts = zip(calls, alone, strict=True)
+    return not needs_examples or all(
+        a.layer.example_count(a) == count and b.layer.example_count(b) == 1 for a, b in firsts
+    )
+
+
+def _plausible(calls: Sequence[Call], count: int, needs_examples: bool) -> bool:
+    """As far as it can be told from a batch that cannot be cut."""
+    if any(_rows(each) % count for each in calls):
+        return False
+    firsts = [each.layer.example_count(each) == count and _rows(each) != count * count for each in calls]
+    return not needs_examples or all(firsts)
+
+
+def _same_outputs(
+    single: Sequence[Tensor], outputs: Sequence[Tensor], model: nn.Module, batch: Any, forward: Forward | None
+) -> None:
+    if all(_alike(a, b[:1]) for a, b in zip(single, outputs, strict=True)):
+        return
+    with torch.no_grad():
+        again = as_tensors(call(model, part(batch, slice(0, 1)), forward)[0])
+    if not all(_alike(a, b) for a, b in zip(single, again, strict=True)):
+        return  # a model that draws random numbers gives other outputs every time
+    raise CurvatureError(
+        "an example by itself gives other outputs than in its batch, so no example has a gradient of its own: the "
+        "examples must be the first dimension of every tensor in the batch and of the outputs, and no layer may mix "
+        "them (a batch norm without running statistics does: use GroupNorm)"
+    )
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    relative, _ = ROUNDING.get(a.dtype, HALF_ROUNDING)
+    return bool((a - b).abs().max() <= relative * b.abs().max().clamp_min(1e-6)) if a.numel() else True

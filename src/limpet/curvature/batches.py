@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import BatchSampler, DataLoader
 
-from limpet.errors import CurvatureError
+from limpet.errors import CurvatureError, LimpetWarning, warn
 
 Forward = Callable[[nn.Module, Any], Any]
 """forward(model, batch) -> (outputs, targets), or the outputs alone where no targets are needed."""
@@ -17,9 +18,24 @@ Forward = Callable[[nn.Module, Any], Any]
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on the device of the model."""
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+def check_batches(batches: Any) -> None:
+    """Refuse what looks like one batch where many are expected."""
+    pair = isinstance(batches, tuple) and all(isinstance(item, Tensor) for item in batches)
+    if pair or isinstance(batches, Tensor | Mapping):
+        raise CurvatureError("this is one batch, not an iterable of batches: put it into a list, [(inputs, targets)]")
+
+
+def prepared(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on the device of the model, and every mapping a plain dictionary."""
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, _plain(batch))
+
+
+def _plain(batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return {key: _plain(value) for key, value in batch.items()}
+    if type(batch) in (tuple, list):
+        return type(batch)(_plain(item) for item in batch)
+    return batch
 
 
 def batch_size(batch: Any) -> int | None:
@@ -40,6 +56,7 @@ def call(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Any, An
         return result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if isinstance(batch, Mapping):
         target_key = next((key for key in TARGET_KEYS if key in batch), None)
+        _warn_of_shifted_labels(batch, target_key)
         inputs = {key: value for key, value in batch.items() if key != target_key}
         return _outputs(model(**inputs)), None if target_key is None else batch[target_key]
     if isinstance(batch, Tensor):
@@ -51,6 +68,17 @@ def call(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Any, An
         f"a batch is a pair (inputs, targets), a dictionary or a tensor, not {_describe(batch)}: pass "
         "forward=lambda model, batch: (outputs, targets)"
     )
+
+
+def _warn_of_shifted_labels(batch: Mapping[str, Any], target_key: str | None) -> None:
+    """The labels of a causal language model stand one position further than its outputs."""
+    tokens, labels = batch.get("input_ids"), batch.get(target_key) if target_key else None
+    if isinstance(tokens, Tensor) and isinstance(labels, Tensor) and tokens.shape == labels.shape:
+        warn(
+            "labels are taken as they stand, one for each position; for a causal language model shift them: "
+            "forward=lambda model, batch: (model(input_ids=batch['input_ids']).logits[:, :-1], batch['labels'][:, 1:])",
+            LimpetWarning,
+        )
 
 
 def _outputs(result: Any) -> Any:
@@ -67,11 +95,11 @@ def _describe(batch: Any) -> str:
 
 def total_examples(batches: Iterable[Any]) -> int | None:
     """How many examples a loader holds, where it can say so without being read."""
-    dataset = getattr(batches, "dataset", None)
-    sampler = getattr(batches, "sampler", None)
-    if dataset is None or getattr(batches, "drop_last", False):
+    if not isinstance(batches, DataLoader) or batches.drop_last or not hasattr(batches.dataset, "__len__"):
         return None
+    if type(batches.batch_sampler) is not BatchSampler or batches.batch_sampler.sampler is not batches.sampler:
+        return None  # a batch sampler of one's own need not go through all of the data
     try:
-        return len(sampler if sampler is not None else dataset)
+        return len(batches.sampler)  # type: ignore[arg-type]
     except TypeError:
         return None

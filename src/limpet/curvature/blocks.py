@@ -105,10 +105,11 @@ def discover(model: nn.Module, exclude: Collection[str] = (), also: Collection[s
     modules in any other way (a tied weight with two biases, an embedding tied to a head) get a block each, which
     all their users contribute to.
     """
+    left_out = {p for name, p in model.named_parameters(remove_duplicate=False) if is_excluded(plain(name), exclude)}
     names = {
         parameter: name
         for name, parameter in named_parameters(model).items()
-        if name in also or (parameter.requires_grad and not is_excluded(name, exclude))
+        if name in also or (parameter.requires_grad and parameter not in left_out)
     }
     module_names = {module: plain(name) for name, module in model.named_modules()}
     users: Users = {}

@@ -16,18 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from limpet.curvature.accumulators import (
-    Accumulator,
-    DenseAccumulator,
-    DiagonalAccumulator,
-    KroneckerAccumulator,
-)
-from limpet.curvature.audit import audit
-from limpet.curvature.batches import Forward, batch_size, call, part, to_device, total_examples
+from limpet.curvature.accumulators import Accumulator
+from limpet.curvature.audit import gradients_at, not_by_example, unseen
+from limpet.curvature.batches import Forward, batch_size, call, check_batches, part, prepared, total_examples
 from limpet.curvature.blocks import Block, named_parameters
 from limpet.curvature.guard import untouched
 from limpet.curvature.progress import Progress
 from limpet.curvature.record import Recorder
+from limpet.curvature.structure import Structure
 from limpet.errors import CurvatureError, UnsupportedError, positive_whole
 from limpet.likelihoods import Likelihood, as_tensors
 from limpet.precision import Term
@@ -35,33 +31,6 @@ from limpet.precision import Term
 FISHERS = ("auto", "exact", "sampled", "empirical")
 EXACT_UP_TO = 16
 """Classes (or outputs) up to which fisher="auto" is exact."""
-
-
-@dataclass(frozen=True)
-class Structure:
-    """Which structure a block gets: what the user asked for, as far as the block has it."""
-
-    name: str
-    max_side: int
-
-    def of(self, block: Block) -> str:
-        """The structure of this block: a diagonal where there are no Kronecker factors."""
-        return "diagonal" if self.name.startswith("kronecker") and not block.factored else self.name
-
-    def sides(self, block: Block) -> dict[str, bool]:
-        """Which sides keep a diagonal factor: one-hot data, or longer than `max_side`."""
-        one_hot = bool(block.layers) and all(layer.data_one_hot for layer in block.layers)
-        *_, out, in_ = block.shape
-        return {"inputs_diagonal": in_ > self.max_side, "outputs_diagonal": one_hot or out > self.max_side}
-
-    def accumulator(self, block: Block, like: Tensor) -> Accumulator:
-        """Zero sums for this block."""
-        name = self.of(block)
-        if name == "diagonal":
-            return DiagonalAccumulator(block, like)
-        if name == "dense":
-            return DenseAccumulator(block, like)
-        return KroneckerAccumulator(block, like, **self.sides(block))
 
 
 @dataclass(frozen=True)
@@ -74,6 +43,13 @@ class Fisher:
     seen: int
     kind: str
     unused: frozenset[str]
+
+
+class _UnforeseenError(Exception):
+    """A batch uses blocks in a way that those before it did not show."""
+
+    def __init__(self, blocks: set[str]) -> None:
+        self.blocks = blocks
 
 
 class FisherPass:
@@ -100,13 +76,24 @@ class FisherPass:
         self.seed = seed
         self.forward = forward
         self.parameters = named_parameters(model)
-        self.sums: dict[str, Accumulator] = {}
         self.recorder = Recorder()
+        self._begin_anew(set())
+
+    def _begin_anew(self, direct: set[str]) -> None:
+        """Zero sums; the blocks named in `direct` are from now on measured example by example."""
+        self._make_direct(direct)
+        self.sums: dict[str, Accumulator] = {}
         self.generator: torch.Generator | None = None
         self.tally = torch.zeros(2, dtype=torch.float64)
-        self.unused: frozenset[str] = frozenset()
+        self.used: set[str] = set()  # parameters that had a gradient
+        self.audited: set[Any] = set()  # ways of using the blocks that were found right
         self.seen = 0  # examples, or predicted positions
         self.rows = 0  # examples as the batches count them
+
+    def _make_direct(self, names: set[str]) -> None:
+        self.blocks = [
+            part for block in self.blocks for part in (block.made_direct() if block.name in names else [block])
+        ]
 
     def run(
         self,
@@ -121,25 +108,36 @@ class FisherPass:
             raise CurvatureError("the model has no trainable parameter that is not excluded")
         examples = None if examples is None else positive_whole("examples", examples)
         limit = None if limit is None else positive_whole("limit", limit)
+        check_batches(batches)
         total = _total(batches, examples, limit)
-        goal = limit if limit is not None else total
-        bar = Progress(goal, show=progress)
+        while True:
+            try:
+                self._read(batches, limit, Progress(total if limit is None else limit, show=progress))
+                break
+            except _UnforeseenError as found:
+                if iter(batches) is batches:
+                    raise CurvatureError(
+                        f"a later batch uses {', '.join(sorted(found.blocks))} in a way that the first ones did not "
+                        "show, and these batches can be read only once: give a loader or a list"
+                    ) from None
+                self._begin_anew(found.blocks)
+        if not self.seen:
+            raise CurvatureError("the batches held no example: give a loader that yields (inputs, targets)")
+        return self._result(examples, total)
+
+    def _read(self, batches: Iterable[Any], limit: int | None, bar: Progress) -> None:
         with ExitStack() as stack:
             stack.callback(bar.close)
-            stack.enter_context(untouched(self.model))
+            stack.enter_context(untouched(self.model, batches))
             stack.enter_context(_eager())
             stack.enter_context(_plain_recurrence(self.model))
             stack.enter_context(self.recorder.attached(self.blocks))
             for batch in batches:
-                left = None if limit is None else limit - self.seen
-                if left is not None and left <= 0:
-                    break
                 before = self.seen
-                self._take(batch, left)
+                self._take(batch, None if limit is None else limit - self.seen)
                 bar.update(self.seen - before)
-        if not self.seen:
-            raise CurvatureError("the batches held no example: give a loader that yields (inputs, targets)")
-        return self._result(examples, total)
+                if limit is not None and self.seen >= limit:
+                    break
 
     def _result(self, examples: int | None, total: int | None) -> Fisher:
         if examples is None:
@@ -147,13 +145,19 @@ class FisherPass:
         scale = examples / self.seen
         scale *= self.likelihood.fisher_scale(self.tally, empirical=self.fisher == "empirical")
         terms = {name: accumulator.terms(scale) for name, accumulator in self.sums.items()}
-        return Fisher(self.blocks, terms, examples, self.seen, self.fisher, self.unused)
+        for name, found in terms.items():
+            if not all(term.is_finite() for term in found):
+                raise CurvatureError(f"the curvature of {name} holds inf or nan: look at the data, or the weights")
+        unused = {name for block in self.blocks for name in block.parameters} - self.used
+        return Fisher(self.blocks, terms, examples, self.seen, self.fisher, frozenset(unused))
 
     def _take(self, batch: Any, left: int | None) -> None:
         """Add one batch, or its first `left` examples, to the sums."""
         first = next(iter(self.parameters.values()))
-        batch = to_device(batch, first.device)
+        batch = prepared(batch, first.device)
         size = batch_size(batch)
+        if size == 0:
+            return
         if left is not None and size is not None:
             rows = max(1, int(left / self._positions(batch, size)))
             batch = part(batch, slice(0, rows)) if rows < size else batch
@@ -163,11 +167,13 @@ class FisherPass:
             tensors = as_tensors(outputs)
             if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
                 raise CurvatureError("the model's outputs hold inf or nan, so nothing can be measured there")
-            if not self.sums:
-                self._begin(batch, outputs, tensors)
+            count = self.likelihood.count(outputs, targets)
+            if self.generator is None:
+                self._begin(outputs, tensors)
+            self._examine(batch, tensors)
             self._accumulate(batch, outputs, targets, tensors)
         self.recorder.clear()
-        self.seen += self.likelihood.count(outputs, targets)
+        self.seen += count
         self.rows += tensors[0].shape[0]
 
     def _positions(self, batch: Any, size: int) -> float:
@@ -178,8 +184,8 @@ class FisherPass:
             outputs, targets = call(self.model, part(batch, slice(0, min(size, 1))), self.forward)
         return max(float(self.likelihood.count(outputs, targets)), 1.0)
 
-    def _begin(self, batch: Any, outputs: Any, tensors: tuple[Tensor, ...]) -> None:
-        """What can only be known once a first batch went through: the kind of Fisher and how blocks are used."""
+    def _begin(self, outputs: Any, tensors: tuple[Tensor, ...]) -> None:
+        """What can only be known once there are outputs."""
         self.fisher = _resolve(self.fisher, self.likelihood, outputs)
         self.generator = torch.Generator(tensors[0].device).manual_seed(self.seed)
         if not any(tensor.requires_grad for tensor in tensors):
@@ -187,64 +193,67 @@ class FisherPass:
                 "the outputs do not depend on any trainable parameter: does the model run under no_grad, or does "
                 "`forward` detach?"
             )
-        found = audit(self.blocks, self.recorder, self.parameters, tensors)
-        self.unused = found.unused
-        self.blocks = []
-        for block in found.blocks:
-            fits = self._examples_first(block, batch, tensors[0].shape[0])
-            self.blocks.extend([block] if fits else block.made_direct())
-        for block in self.blocks:
-            like = self.parameters[block.parameters[0]]
-            self.sums[block.name] = self.structure.accumulator(block, like)
 
-    def _examples_first(self, block: Block, batch: Any, count: int) -> bool:
-        """Whether the examples are the first dimension of all that the block's layers see.
-
-        Only sums of squared gradients need to know. Where there happen to be as many positions as examples, one
-        example alone is sent through to tell them apart.
-        """
-        if not block.layers or self.structure.of(block).startswith("kronecker"):
-            return True
-        calls = self.recorder.calls.get(block.name, [])
-        if any(each.layer.example_count(each) != count for each in calls):
-            return False
-        doubtful = any(each.data.dim() > 2 and each.data.shape[-2] == count for each in calls)
-        if not doubtful or count == 1 or batch_size(batch) != count:
-            return True
-        alone = Recorder()
-        with alone.attached([block]):
-            with alone.recording():
-                call(self.model, part(batch, slice(0, 1)), self.forward)
-            return all(each.layer.example_count(each) == 1 for each in alone.calls.get(block.name, []))
+    def _examine(self, batch: Any, tensors: tuple[Tensor, ...]) -> None:
+        """Audit the first batch, and every later one in which the layers are called in another way."""
+        count = tensors[0].shape[0]
+        firsts = [
+            tuple(each.layer.example_count(each) == count for each in self.recorder.calls.get(block.name, []))
+            for block in self.blocks
+        ]
+        way = (count > 1, tuple(firsts))
+        if way in self.audited:
+            return
+        wrong, used = unseen(self.blocks, self.recorder, self.parameters, tensors)
+        self.used |= used
+        needs_examples = {b.name for b in self.blocks if not self.structure.of(b).startswith("kronecker")}
+        wrong |= not_by_example(self.blocks, needs_examples, self.recorder, self.model, batch, self.forward, tensors)
+        wrong &= {block.name for block in self.blocks if block.layers}
+        if wrong and self.seen:
+            raise _UnforeseenError(wrong)
+        self._make_direct(wrong)
+        self.audited.add(way)
+        if not self.sums:
+            for block in self.blocks:
+                self.sums[block.name] = self.structure.accumulator(block, self.parameters[block.parameters[0]])
 
     def _accumulate(self, batch: Any, outputs: Any, targets: Any, tensors: tuple[Tensor, ...]) -> None:
         with torch.no_grad():
             self.tally += self.likelihood.tally(outputs, targets)
-            for block in self.blocks:
-                self.sums[block.name].add_data(self.recorder.calls.get(block.name, []))
+        hooked = [block for block in self.blocks if block.layers]
         direct = [block for block in self.blocks if not block.layers]
+        silent = [block for block in hooked if not self.recorder.calls.get(block.name)]
+        watched = {name: self.parameters[name] for block in silent for name in block.parameters}
         roots = self._roots(outputs, targets)
         kept: list[tuple[Tensor, ...]] = []
         following = next(roots, None)
         while following is not None:
             root, following = following, next(roots, None)
-            if self.recorder.edges:
-                gradients = torch.autograd.grad(
-                    tensors,
-                    self.recorder.edges,
-                    root,
-                    retain_graph=following is not None or bool(direct),
-                    allow_unused=True,
-                )
-                with torch.no_grad():
-                    self.recorder.take(gradients)
-                    for block in self.blocks:
-                        if block.layers:
-                            self.sums[block.name].add_gradients(self.recorder.calls.get(block.name, []))
-            if direct:
-                kept.append(root)
+            first = not kept
+            kept.append(root)
+            wanted = [*self.recorder.edges, *(watched.values() if first else ())]
+            if not wanted:
+                continue
+            gradients = gradients_at(tensors, wanted, root, keep=following is not None or bool(direct))
+            edges = len(self.recorder.edges)
+            if any(gradient is not None for gradient in gradients[edges:]):
+                raise _UnforeseenError({block.name for block in silent})
+            with torch.no_grad():
+                self.recorder.take(gradients[:edges])
+                for block in hooked:
+                    self._add(block, data=first)
         if direct:
             self._accumulate_direct(direct, batch, tensors, kept)
+
+    def _add(self, block: Block, *, data: bool) -> None:
+        """Hand the block's calls to its sums: those that the outputs depend on."""
+        calls = [each for each in self.recorder.calls.get(block.name, []) if each.gradient is not None]
+        if not calls:
+            return
+        if data:
+            self.sums[block.name].add_data(calls)
+            self.used.update(block.parameters)
+        self.sums[block.name].add_gradients(calls)
 
     def _roots(self, outputs: Any, targets: Any) -> Iterator[tuple[Tensor, ...]]:
         with torch.no_grad():
@@ -281,15 +290,11 @@ class FisherPass:
                 outputs, _ = call(self.model, part(batch, slice(n, n + 1)), self.forward)
                 single = as_tensors(outputs)
             for k, root in enumerate(roots):
-                gradients = torch.autograd.grad(
-                    single,
-                    parameters,
-                    [tensor[n : n + 1] for tensor in root],
-                    retain_graph=k + 1 < len(roots),
-                    allow_unused=True,
-                )
+                cotangents = [tensor[n : n + 1] for tensor in root]
+                gradients = gradients_at(single, parameters, cotangents, keep=k + 1 < len(roots))
                 for block, gradient in zip(direct, gradients, strict=True):
                     if gradient is not None:
+                        self.used.update(block.parameters)
                         self.sums[block.name].add_example(block.matrix([gradient.to_dense()]))
 
 

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module, batches: Any = None) -> Iterator[None]:
     """Run the body in eval mode; mode, buffers and random states are bit-equal afterwards, whatever happens.
+
+    The random states are the global ones, and the generators that a loader shuffles by.
 
     The flags are set one by one rather than by `model.eval()`: a module's own `train` method may do more than
     set the flag (merge adapters, refuse), and undoing that would not be our business.
@@ -25,7 +27,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for module in model.modules()
         for name, buffer in module._buffers.items()
     ]
-    with random_state():
+    with random_state(batches):
         try:
             for module, _ in modes:
                 module.training = False
@@ -45,8 +47,12 @@ def _restore_buffer(module: nn.Module, name: str, buffer: Tensor | None, copy: T
 
 
 @contextmanager
-def random_state() -> Iterator[None]:
-    """Give the random states of torch, numpy and Python back as they were."""
+def random_state(batches: Any = None) -> Iterator[None]:
+    """Give the random states of torch, numpy and Python, and those of a loader, back as they were."""
+    samplers = [getattr(batches, "sampler", None), getattr(getattr(batches, "batch_sampler", None), "sampler", None)]
+    holders = [batches, *samplers]
+    generators = {id(g): g for h in holders if isinstance(g := getattr(h, "generator", None), torch.Generator)}
+    states = [(generator, generator.get_state()) for generator in generators.values()]
     python, numbers, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     accelerator: Any = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
     try:
@@ -55,5 +61,7 @@ def random_state() -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numbers)
         torch.set_rng_state(cpu)
+        for generator, state in states:
+            generator.set_state(state)
         if accelerator is not None:
             torch.cuda.set_rng_state_all(accelerator)

@@ -28,6 +28,7 @@ class Recorder:
         self.edges: list[GradientEdge] = []
         self._at_edge: list[Call] = []
         self._inputs: list[tuple[str, Tensor, int]] = []
+        self.unreadable: set[str] = set()  # blocks with a call that the layer class could not read
         self._on = False
 
     @contextmanager
@@ -51,11 +52,15 @@ class Recorder:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if not self._on or not isinstance(output, Tensor) or not output.requires_grad:
                 return
-            x: Tensor = args[0] if args else next(iter(kwargs.values()))
+            x: Any = args[0] if args else next(iter(kwargs.values()), None)
             edge = get_gradient_edge(output)
             with torch.no_grad():
                 for name, layer in users:
-                    call = Call(layer, layer.read(x.detach()))
+                    try:
+                        call = Call(layer, layer.read(x.detach()))
+                    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+                        self.unreadable.add(name)  # a subclass that takes something else
+                        continue
                     self.calls.setdefault(name, []).append(call)
                     self.edges.append(edge)
                     self._at_edge.append(call)
@@ -84,9 +89,11 @@ class Recorder:
     def take(self, gradients: Sequence[Tensor | None]) -> None:
         """Hand the gradients, in the order of `edges`, to their calls."""
         for call, gradient in zip(self._at_edge, gradients, strict=True):
+            call.gradient = None
             if gradient is not None:  # float32 or better, whatever the model's dtype
-                gradient = call.layer.read_gradient(gradient.to(torch.promote_types(gradient.dtype, torch.float32)))
-            call.gradient = gradient
+                call.dtype = gradient.dtype
+                wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+                call.gradient = call.layer.read_gradient(wide)
 
     def clear(self) -> None:
         """Forget the pass before, and the graph with it."""
@@ -94,3 +101,4 @@ class Recorder:
         self.edges.clear()
         self._at_edge.clear()
         self._inputs.clear()
+        self.unreadable.clear()

@@ -30,6 +30,7 @@ class Call:
     layer: Layer
     data: Tensor
     gradient: Tensor | None = None
+    dtype: torch.dtype = torch.float32  # that the gradient came in
 
 
 class Layer(ABC):

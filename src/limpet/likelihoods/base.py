@@ -85,5 +85,16 @@ def as_tensors(outputs: Outputs) -> tuple[Tensor, ...]:
     )
 
 
+def one_tensor(outputs: Outputs) -> Tensor:
+    """The one output of a likelihood that is about one."""
+    tensors = as_tensors(outputs)
+    if len(tensors) > 1:
+        raise UnsupportedError(
+            f"the model gave {len(tensors)} outputs: pass forward=lambda model, batch: (model(...)[0], targets) to "
+            "pick one, or likelihood=limpet.Several(...) with a likelihood for each"
+        )
+    return tensors[0]
+
+
 def _like(outputs: Outputs, tensors: Sequence[Tensor]) -> Outputs:
     return tensors[0] if isinstance(outputs, Tensor) else tuple(tensors)

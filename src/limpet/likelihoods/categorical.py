@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from limpet.errors import UnsupportedError
-from limpet.likelihoods.base import Likelihood, Outputs, as_tensors
+from limpet.likelihoods.base import Likelihood, Outputs, one_tensor
 
 ROOTS_AT_ONCE = 1 << 22
 """Numbers that the exact roots made at a time may take."""
@@ -36,7 +36,7 @@ class Categorical(Likelihood):
         return {"name": self.name, "class_dim": self.class_dim, "ignore_index": self.ignore_index}
 
     def _logits(self, outputs: Outputs) -> Tensor:
-        (logits,) = as_tensors(outputs)
+        logits = one_tensor(outputs)
         if logits.dim() < 2:
             raise UnsupportedError(
                 f"categorical outputs are (examples, classes), not of shape {tuple(logits.shape)}; "
@@ -55,7 +55,16 @@ class Categorical(Likelihood):
                 f"{tuple(logits.shape[:-1])} positions: targets are class numbers; where classes are not the "
                 "last dimension of the outputs use likelihood=limpet.Categorical(class_dim=1)"
             )
-        return targets.to(logits.device)
+        labels = targets.to(logits.device)
+        if labels.is_floating_point() or labels.dtype == torch.bool:
+            raise UnsupportedError(f"targets of {labels.dtype} are no class numbers: give targets.long()")
+        wrong = (labels != self.ignore_index) & ((labels < 0) | (labels >= logits.shape[-1]))
+        if bool(wrong.any()):
+            raise UnsupportedError(
+                f"targets must be class numbers from 0 to {logits.shape[-1] - 1}, or {self.ignore_index} for positions "
+                f"to ignore (limpet.Categorical(ignore_index=...)), and {int(labels[wrong][0])} is among them"
+            )
+        return labels
 
     def _out(self, root: Tensor, outputs: Tensor, targets: Tensor | None) -> Tensor:
         if targets is not None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from limpet.errors import UnsupportedError
-from limpet.likelihoods.base import Likelihood, Outputs, as_tensors
+from limpet.likelihoods.base import Likelihood, Outputs, one_tensor
 
 
 class Bernoulli(Likelihood):
@@ -37,7 +37,7 @@ class Bernoulli(Likelihood):
         yield from _diagonal_roots((p * (1 - p)).sqrt())
 
     def mean(self, outputs: Outputs) -> Tensor:
-        (logits,) = as_tensors(outputs)
+        logits = one_tensor(outputs)
         return logits.sigmoid()
 
 
@@ -72,7 +72,7 @@ class Gaussian(Likelihood):
         return (means - values).square().sum() / (2 * self._known) + constant
 
     def sample(self, outputs: Outputs, generator: torch.Generator | None) -> Tensor:
-        (means,) = as_tensors(outputs)
+        means = one_tensor(outputs)
         noise = torch.randn(means.shape, generator=generator, device=means.device, dtype=means.dtype)
         return means + math.sqrt(self._known) * noise
 
@@ -90,7 +90,8 @@ class Gaussian(Likelihood):
         if self.variance != "estimate":
             return super().tally(outputs, targets)
         means, values = _paired(outputs, targets)
-        squares = (means - values).square().sum(dtype=torch.float32 if means.device.type == "mps" else torch.float64)
+        residuals = means - values
+        squares = residuals.to(torch.promote_types(residuals.dtype, torch.float32)).square().sum()
         return torch.tensor([float(squares), means.numel()], dtype=torch.float64)
 
     def fisher_scale(self, tally: Tensor, *, empirical: bool) -> float:
@@ -102,12 +103,12 @@ class Gaussian(Likelihood):
         return float(variance ** (-2 if empirical else -1))
 
     def mean(self, outputs: Outputs) -> Tensor:
-        return as_tensors(outputs)[0]
+        return one_tensor(outputs)
 
 
 def _paired(outputs: Outputs, targets: Any) -> tuple[Tensor, Tensor]:
     """Outputs, and targets that fit them."""
-    (tensor,) = as_tensors(outputs)
+    tensor = one_tensor(outputs)
     if targets is None:
         raise UnsupportedError("this needs targets: give batches of (inputs, targets)")
     if tensor.shape != targets.shape:
@@ -118,8 +119,9 @@ def _paired(outputs: Outputs, targets: Any) -> tuple[Tensor, Tensor]:
     return tensor, targets.to(tensor)
 
 
-def _per_example(outputs: Tensor) -> int | None:
-    return None if outputs.dim() > 2 else outputs[0].numel()
+def _per_example(outputs: Outputs) -> int | None:
+    tensor = one_tensor(outputs)
+    return None if tensor.dim() > 2 else tensor[0].numel()
 
 
 def _diagonal_roots(scale: Tensor) -> Iterator[Tensor]:

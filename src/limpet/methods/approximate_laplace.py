@@ -53,8 +53,6 @@ class ApproximateLaplace(Laplace):
         self._settle(fishers)
 
     def _updated(self, held: Held, fishers: list[Fisher]) -> Held:
-        if held.block.name not in fishers[-1].terms:
-            return held
         fresh = self.posterior.without_tasks(held)
         return replace(
             fresh, mean=self._current_mean(held), precision=self._added(fresh, fishers), tasks=held.tasks + 1

@@ -10,10 +10,9 @@ from torch import nn
 
 from limpet import store
 from limpet.curvature import DIRECT, FISHERS, Fisher, FisherPass, Forward
-from limpet.errors import LimpetError, NotProtectedWarning
+from limpet.errors import FallbackWarning, NotProtectedWarning, finite_number, positive_whole, warn
 from limpet.likelihoods import Likelihood
 from limpet.methods.memory import MAX_SIDE, Memory
-from limpet.optimizers import warn
 from limpet.posterior import Held
 from limpet.precision import Precision
 
@@ -31,16 +30,14 @@ class Laplace(Memory):
         prior_precision: float = 1.0,
         fisher: str = "auto",
         prior_mean: str = "zero",
-        exclude: Iterable[str | nn.Module] = (),
+        exclude: Iterable[str | nn.Module | nn.Parameter] = (),
         draws: int = 1,
         seed: int = 0,
         max_side: int = MAX_SIDE,
     ) -> None:
         if fisher not in FISHERS:
             raise ValueError(f"fisher must be one of {', '.join(FISHERS)}, not {fisher!r}")
-        if draws < 1:
-            raise ValueError(f"draws must be >= 1, not {draws!r}")
-        self.fisher, self.draws, self.seed = fisher, draws, seed
+        self.fisher, self.draws, self.seed = fisher, positive_whole("draws", draws), int(finite_number("seed", seed))
         super().__init__(
             model,
             likelihood=likelihood,
@@ -76,8 +73,7 @@ class Laplace(Memory):
         forward: Forward | None,
         progress: bool,
     ) -> Fisher:
-        if self._protection is not None:
-            raise LimpetError("consolidate after the `with memory.protect(...)` block, not inside it")
+        self._refuse_inside_protect()
         one_pass = FisherPass(
             self.model,
             self._planned(),
@@ -93,9 +89,10 @@ class Laplace(Memory):
     def _settle(self, fishers: list[Fisher]) -> None:
         """Let what the passes found become the memory: the newest task is the last of them."""
         newest = fishers[-1]
+        self._warn_of_fallback(newest)
         self._direct |= {name for b in newest.blocks if b.kind == DIRECT for name in b.parameters}
         self.posterior.arrange(newest.blocks)
-        self.posterior.replace_all(lambda held: self._updated(held, fishers))
+        self.posterior.replace_all(lambda held: self._updated(held, fishers) if self._learned(held, newest) else held)
         self.unused = newest.unused
         self.examples += newest.examples
         self.tasks += 1
@@ -106,6 +103,20 @@ class Laplace(Memory):
                 f"{len(newest.unused)} parameters had no gradient in this task (such as {first}), so nothing new is "
                 "known of them; leave them out with exclude=[...] if they belong to other tasks",
                 NotProtectedWarning,
+            )
+
+    def _learned(self, held: Held, newest: Fisher) -> bool:
+        """Whether the task said anything about the block. What it did not use stays as it was known."""
+        return held.block.name in newest.terms and not newest.unused.issuperset(held.block.parameters)
+
+    def _warn_of_fallback(self, newest: Fisher) -> None:
+        planned = {name for block in self._planned() if block.kind != DIRECT for name in block.parameters}
+        fallen = [b.name for b in newest.blocks if b.kind == DIRECT and b.name in planned]
+        if fallen:
+            warn(
+                f"{len(fallen)} parameters (such as {fallen[0]}) are used in a way that hooks on their layers do not "
+                "see; they get an exact diagonal, measured example by example, which is slow",
+                FallbackWarning,
             )
 
     @abstractmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -12,11 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from limpet import store
-from limpet.curvature import Block, Structure, discover, named_parameters, plain, unwrapped
-from limpet.errors import LimpetError, MemoryFileError, NotProtectedWarning
+from limpet.curvature import Block, Structure, discover, is_excluded, named_parameters, plain, unwrapped
+from limpet.errors import (
+    LimpetError,
+    LimpetWarning,
+    MemoryFileError,
+    NotProtectedWarning,
+    UnsupportedError,
+    finite_number,
+    positive_whole,
+    warn,
+)
 from limpet.forecast import Forecast, forecast
 from limpet.likelihoods import Likelihood, resolve
-from limpet.optimizers import warn
 from limpet.posterior import Held, Posterior
 from limpet.precision import STRUCTURES
 from limpet.predictive import predictive, sample_weights
@@ -44,26 +51,28 @@ class Memory(ABC):
         strength: float,
         prior_precision: float,
         prior_mean: str,
-        exclude: Iterable[str | nn.Module],
+        exclude: Iterable[str | nn.Module | nn.Parameter],
         max_side: int,
     ) -> None:
         if structure not in STRUCTURES:
             raise ValueError(f"structure must be one of {', '.join(STRUCTURES)}, not {structure!r}")
         if prior_mean not in PRIOR_MEANS:
             raise ValueError(f"prior_mean must be one of {', '.join(PRIOR_MEANS)}, not {prior_mean!r}")
-        if not (isinstance(prior_precision, int | float) and 0 <= prior_precision < math.inf):
-            raise ValueError(f"prior_precision must be a finite number >= 0, not {prior_precision!r}")
+        prior_precision = finite_number("prior_precision", prior_precision)
+        max_side = positive_whole("max_side", max_side)
+        _check_model(model)
         self.model = unwrapped(model)
         self.likelihood = resolve(likelihood)
         self.strength = strength
         self.exclude = _excluded_names(self.model, exclude)
-        self.posterior = Posterior(self.model, Structure(structure, max_side), float(prior_precision), prior_mean)
+        self.posterior = Posterior(self.model, Structure(structure, max_side), prior_precision, prior_mean)
         self.examples = 0
         self.tasks = 0
         self.unused: frozenset[str] = frozenset()
         self._direct: set[str] = set()
         self._protection: Protection | None = None
         self._proximal_state: ProximalState | None = None
+        self._resume: ProximalState | None = None
         self.posterior.arrange(self._planned())
         self._say_what_is_not_protected()
 
@@ -74,9 +83,7 @@ class Memory(ABC):
 
     @strength.setter
     def strength(self, value: float) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ValueError(f"strength must be a finite number >= 0, not {value!r}")
-        self._strength = float(value)
+        self._strength = finite_number("strength", value)
 
     @property
     def structure(self) -> str:
@@ -104,13 +111,8 @@ class Memory(ABC):
         with `every=k` taken every k steps) or "gradient" (any optimizer), chosen by the optimizer when "auto". The
         loss is a mean over examples; one that sums over a batch says reduction="sum" and batch_size.
         """
-        if self._protection is not None:
-            raise LimpetError(
-                "this memory is protecting already: leave the first `with memory.protect(...)` block first"
-            )
+        self._refuse_inside_protect()
         self.posterior.arrange(self._planned())
-        if self._proximal_state is None:
-            self._proximal_state = ProximalState()
         return Protection(
             self.posterior,
             optimizer,
@@ -119,19 +121,28 @@ class Memory(ABC):
             mode=mode,
             reduction=reduction,
             batch_size=batch_size,
-            state=self._proximal_state,
+            state=self._resume,
             observer=self._observer(examples),
             on_enter=self._entered,
             on_exit=self._left,
         )
 
     def _entered(self, protection: Protection) -> None:
-        self._protection = protection
+        self._refuse_inside_protect()
+        # A state that was loaded goes on where it stopped; one that an error left behind belongs to weights that may
+        # have been put back since, and any weights are a right place to begin.
+        self._protection, self._proximal_state, self._resume = protection, protection.state, None
 
     def _left(self, finished: bool) -> None:
         self._protection = None
         if finished:
             self._proximal_state = None
+
+    def _refuse_inside_protect(self) -> None:
+        if self._protection is not None:
+            raise LimpetError(
+                "this memory is protecting already: do this after the `with memory.protect(...)` block, not inside it"
+            )
 
     def _observer(self, examples: int) -> StepObserver | None:
         """Who watches the steps."""
@@ -205,12 +216,13 @@ class Memory(ABC):
 
     def load_state_dict(self, state: store.State) -> None:
         """Take over a state that `state_dict` made, for the same method, structure and model; all of it or nothing."""
+        self._refuse_inside_protect()
         store.check_settings(state, {"method": self.method, "structure": self.structure})
-        previous = self._direct
+        previous = self._direct, self.exclude
         try:
             with store.refusing():
-                self._direct = store.direct_parameters(state)
                 settings = store.Settings(state)
+                self._direct, self.exclude = store.direct_parameters(state), tuple(settings.names("exclude"))
                 attributes = self._read_settings(settings)
                 prior_precision = settings.number("prior_precision")
                 prior_mean = settings.choice("prior_mean", PRIOR_MEANS)
@@ -218,13 +230,13 @@ class Memory(ABC):
                 held, constant, proximal, extra = store.restore(state, blocks, self.posterior)
                 attributes.update(self._read_extra(settings, extra))
         except MemoryFileError:
-            self._direct = previous
+            self._direct, self.exclude = previous
             raise
         for name, value in attributes.items():
             setattr(self, name, value)
         self.posterior.held, self.posterior.constant = held, constant
         self.posterior.prior_precision, self.posterior.prior_mean = prior_precision, prior_mean
-        self._proximal_state = proximal
+        self._proximal_state = self._resume = proximal
 
     def save(self, path: str | Path) -> None:
         """Keep the memory in a file: safetensors with a versioned header, no pickle."""
@@ -265,17 +277,35 @@ class Memory(ABC):
         return {}
 
 
-def _excluded_names(model: nn.Module, exclude: Iterable[str | nn.Module]) -> tuple[str, ...]:
-    """Names and patterns as they are; modules by their names."""
-    if isinstance(exclude, str | nn.Module):
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"limpet protects a torch.nn.Module, not a {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedError("a scripted model cannot be watched: give the model as it was before torch.jit.script")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UnsupportedError(f"{name} has no shape yet: run one batch through the model first")
+
+
+def _excluded_names(model: nn.Module, exclude: Iterable[str | nn.Module | nn.Parameter]) -> tuple[str, ...]:
+    """Names and patterns as they are; modules and parameters by their names."""
+    if isinstance(exclude, str | nn.Module | nn.Parameter):
         exclude = [exclude]
-    names = {module: plain(name) for name, module in model.named_modules()}
+    modules = {module: plain(name) for name, module in model.named_modules()}
+    parameters = {plain(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     found = []
     for item in exclude:
-        if isinstance(item, nn.Module):
-            if item not in names:
-                raise ValueError(f"exclude: this {type(item).__name__} is not a module of the model")
-            found.append(names[item])
-        else:
+        if isinstance(item, str):
             found.append(plain(item))
+            if item not in modules.values() and not any(is_excluded(name, [plain(item)]) for name in parameters):
+                warn(f"exclude: {item!r} matches no parameter of the model", LimpetWarning)
+        elif isinstance(item, nn.Module):
+            if item not in modules or item is model:
+                raise ValueError(f"exclude: this {type(item).__name__} is not a module inside the model")
+            found.append(modules[item])
+        else:
+            names = [name for name, parameter in parameters.items() if parameter is item]
+            if not names:
+                raise ValueError(f"exclude: this {type(item).__name__} is not a parameter of the model")
+            found.extend(names)
     return tuple(found)

@@ -37,7 +37,5 @@ class OnlineLaplace(Laplace):
     method = "online-laplace"
 
     def _updated(self, held: Held, fishers: list[Fisher]) -> Held:
-        if held.block.name not in fishers[-1].terms:
-            return held
         precision = self._added(held, fishers)
         return replace(held, mean=self._current_mean(held), precision=precision, tasks=held.tasks + 1)

@@ -40,8 +40,6 @@ class PerTaskLaplace(Laplace):
         self.posterior.constant += self._moved
 
     def _updated(self, held: Held, fishers: list[Fisher]) -> Held:
-        if held.block.name not in fishers[-1].terms:
-            return held
         mean, slope = self._current_mean(held), None
         if held.tasks:
             d = widened(mean - held.mean)

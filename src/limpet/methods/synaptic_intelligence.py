@@ -55,7 +55,7 @@ class SynapticIntelligence(Memory):
         damping: float = 0.1,
         prior_precision: float = 0.0,
         prior_mean: str = "zero",
-        exclude: Iterable[str | nn.Module] = (),
+        exclude: Iterable[str | nn.Module | nn.Parameter] = (),
     ) -> None:
         if not damping > 0:
             raise ValueError(f"damping must be > 0, not {damping!r}")
@@ -87,10 +87,20 @@ class SynapticIntelligence(Memory):
         self._watch.examples = examples
         return self._watch
 
-    def consolidate(self, batches: Iterable[Any] | None = None) -> None:
-        """Take the task in that was just learned under `protect`. No data are needed."""
-        if self._protection is not None:
-            raise LimpetError("consolidate after the `with memory.protect(...)` block, not inside it")
+    def consolidate(
+        self,
+        batches: Iterable[Any] | None = None,
+        *,
+        examples: int | None = None,
+        limit: int | None = None,
+        forward: Any = None,
+        progress: bool = True,
+    ) -> None:
+        """Take the task in that was just learned under `protect`.
+
+        No data are needed: what the other methods take is accepted, so that one loop serves them all, and not used.
+        """
+        self._refuse_inside_protect()
         watch = self._watch
         if watch is None or not watch.steps:
             raise LimpetError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from limpet.errors import LimpetError
+from limpet.errors import LimpetError, finite_number
 from limpet.precision.terms import Term
 
 if TYPE_CHECKING:
@@ -127,10 +126,7 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def fact(facts: Facts, name: str) -> float:
     """The number of that name; a ValueError where it is missing or not a finite number >= 0."""
-    value = facts.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be a finite number >= 0, not {value!r}")
-    return float(value)
+    return finite_number(name, facts.get(name))
 
 
 def optional_fact(facts: Facts, name: str) -> float | None:

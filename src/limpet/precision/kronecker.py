@@ -128,8 +128,9 @@ class Kronecker(Precision):
         q = _as_side(term.inputs, term.inputs_diagonal, self.inputs.diagonal)
         h = _as_side(term.outputs, term.outputs_diagonal, self.outputs.diagonal)
         q_trace, h_trace = _trace(q, self.inputs.diagonal), _trace(h, self.outputs.diagonal)
-        inputs, carry_in, q_values = self.inputs.take(q, strength * h_trace.unsqueeze(-1))
-        outputs, carry_out, h_values = self.outputs.take(h, strength * q_trace.unsqueeze(-1))
+        weight = max(strength, 1e-9)  # a task of strength 0 chooses the bases where no other does
+        inputs, carry_in, q_values = self.inputs.take(q, weight * h_trace.unsqueeze(-1))
+        outputs, carry_out, h_values = self.outputs.take(h, weight * q_trace.unsqueeze(-1))
 
         def carry(old: Tensor) -> Tensor:
             old = old if carry_out is None else carry_out @ old

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -24,6 +25,10 @@ class KroneckerTerm:
         """`factor` times this Fisher."""
         return KroneckerTerm(self.inputs, self.outputs * factor, self.inputs_diagonal, self.outputs_diagonal)
 
+    def is_finite(self) -> bool:
+        """Whether no entry is inf or nan."""
+        return bool(torch.isfinite(self.inputs).all() & torch.isfinite(self.outputs).all())
+
 
 @dataclass(frozen=True)
 class DiagonalTerm:
@@ -35,6 +40,10 @@ class DiagonalTerm:
         """`factor` times this Fisher."""
         return DiagonalTerm(self.diagonal * factor)
 
+    def is_finite(self) -> bool:
+        """Whether no entry is inf or nan."""
+        return bool(torch.isfinite(self.diagonal).all())
+
 
 @dataclass(frozen=True)
 class DenseTerm:
@@ -45,6 +54,10 @@ class DenseTerm:
     def scaled(self, factor: float) -> DenseTerm:
         """`factor` times this Fisher."""
         return DenseTerm(self.matrix * factor)
+
+    def is_finite(self) -> bool:
+        """Whether no entry is inf or nan."""
+        return bool(torch.isfinite(self.matrix).all())
 
 
 Term = KroneckerTerm | DiagonalTerm | DenseTerm
