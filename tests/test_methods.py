@@ -371,3 +371,97 @@ def test_wrong_settings_name_the_mend() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             limpet.OnlineLaplace(model, **options)
+
+
+def test_strength_zero_measures_and_does_not_hold() -> None:
+    model = network()
+    free = limpet.OnlineLaplace(model, strength=0.0, prior_precision=0.0)
+    held = limpet.OnlineLaplace(model, strength=1.0, prior_precision=0.0)
+    for memory in (free, held):
+        memory.consolidate(task(0))
+    shift(model, 1)
+    assert free.penalty().item() == 0 < held.penalty().item()
+    assert abs(free.forecast() / held.forecast() - 1) < 1e-10
+
+
+def test_a_block_that_a_task_does_not_use_stays_as_it_was_known() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(4, 3)}).double()
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate(task(0), forward=lambda m, batch: (m["a"](batch[0]), batch[1]))
+    known = memory.posterior.held["a"]
+    memory.consolidate(task(1), forward=lambda m, batch: (m["b"](batch[0]), batch[1]))
+    assert memory.posterior.held["a"].precision is known.precision
+    assert [held.tasks for held in memory.posterior.held.values()] == [1, 1]
+
+
+def test_heads_that_go_or_grow() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).double()
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate(task(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[1] = nn.Linear(5, 6).double()
+    with pytest.raises(LimpetError, match=r"was \(3, 5\) .* is \(6, 5\) .*exclude=\['1'\]"):
+        memory.protect(optimizer, examples=20)
+    del model[1]
+    with pytest.warns(NotProtectedWarning, match="no longer has"), memory.protect(optimizer, examples=20):
+        pass
+    assert list(memory.posterior.held) == ["0"]
+
+
+def test_one_loop_serves_all_four_methods() -> None:
+    for kind in (*LAPLACE, limpet.SynapticIntelligence):
+        model = network()
+        memory = kind(model)
+        ((x, y),) = task(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with memory.protect(optimizer, examples=20):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        memory.consolidate(task(0), examples=20, limit=20, progress=False)
+        assert memory.tasks == 1 and memory.examples == 20
+
+
+def test_what_is_excluded_is_checked() -> None:
+    model = network()
+    with pytest.warns(limpet.LimpetWarning, match="'haed' matches no parameter"):
+        limpet.OnlineLaplace(model, exclude=["haed"])
+    with pytest.raises(ValueError, match="inside the model"):
+        limpet.OnlineLaplace(model, exclude=[model])
+    by_parameter = limpet.OnlineLaplace(model, exclude=[model[0].weight])
+    assert [n for h in by_parameter.posterior.held.values() for n in h.block.parameters] == [
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    ]
+    tied = nn.ModuleDict({"e": nn.Linear(3, 3), "h": nn.Linear(3, 3, bias=False)})
+    tied["h"].weight = tied["e"].weight
+    assert list(limpet.OnlineLaplace(tied, exclude=["h"]).posterior.held) == ["e"]
+    assert limpet.OnlineLaplace(tied, exclude=["h"]).posterior.held["e"].block.parameters == ("e.bias",)
+
+
+def test_models_that_cannot_be_protected() -> None:
+    with pytest.raises(limpet.UnsupportedError, match="run one batch"):
+        limpet.OnlineLaplace(nn.Sequential(nn.LazyLinear(3)))
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        limpet.OnlineLaplace("model")  # type: ignore[arg-type]
+
+
+def test_numbers_of_every_kind() -> None:
+    import numpy as np
+
+    model = network()
+    memory = limpet.OnlineLaplace(model, strength=np.float32(3), prior_precision=np.float64(0.5), max_side=np.int64(9))
+    assert memory.strength == 3.0
+    with memory.protect(torch.optim.SGD(model.parameters(), lr=0.1), examples=np.int64(20)):
+        pass
+    for options in ({"seed": -1}, {"draws": "3"}, {"max_side": "3"}, {"max_side": -1}):
+        with pytest.raises(ValueError, match="must be a"):
+            limpet.OnlineLaplace(model, **options)  # type: ignore[arg-type]
+
+
+def test_warnings_point_at_the_users_line() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.warns(NotProtectedWarning) as caught:
+        limpet.PerTaskLaplace(model)
+    assert caught[0].filename == __file__

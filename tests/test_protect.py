@@ -47,7 +47,7 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def set_flat(model: nn.Module, values: Tensor) -> None:
-    torch.nn.utils.vector_to_parameters(values, model.parameters())
+    torch.nn.utils.vector_to_parameters(values.clone(), model.parameters())
 
 
 def minimiser(model: nn.Module, memory: limpet.Memory, x: Tensor, y: Tensor) -> Tensor:
@@ -503,3 +503,106 @@ def test_a_run_that_is_saved_and_resumed_goes_on_the_same(every: int, tmp_path: 
     with again.protect(optimizer, examples=N, every=every):
         train(fresh, optimizer, x, y, 7)
     assert torch.equal(flat(fresh), expected)
+
+
+def test_groups_that_change_under_way() -> None:
+    """A state loaded inside the block brings new groups, whose rates count; a group added inside is protected."""
+    ends = []
+    for inside in (False, True):
+        model, memory, x, y = problem()
+        state = torch.optim.SGD(model.parameters(), **SGD).state_dict()
+        optimizer = torch.optim.SGD(model.parameters(), **SGD)
+        if not inside:
+            optimizer.load_state_dict(state)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
+        with memory.protect(optimizer, examples=N):
+            if inside:
+                optimizer.load_state_dict(state)
+            train(model, optimizer, x, y, 6, schedule.step)
+        ends.append(flat(model))
+    close(ends[1], ends[0], 1e-12)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3)).double()
+    memory = limpet.OnlineLaplace(model, likelihood="gaussian", strength=1e6)
+    memory.consolidate([(x, y)])
+    before = model[1].weight.detach().clone()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.01)
+    with memory.protect(optimizer, examples=N):
+        optimizer.add_param_group({"params": list(model[1].parameters())})
+        train(model, optimizer, 2 * x, y, 5)
+    assert (model[1].weight - before).abs().max() < 1e-3
+
+
+def test_a_protection_is_entered_once_at_a_time_and_not_forgotten() -> None:
+    model, memory, _, _ = problem()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first, second = memory.protect(optimizer, examples=N), memory.protect(optimizer, examples=N)
+    with first:
+        with pytest.raises(LimpetError, match="already"), second:
+            pass
+        with pytest.raises(LimpetError, match="already"), first:
+            pass
+        with pytest.raises(LimpetError, match="already"):
+            memory.load_state_dict(memory.state_dict())
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    with pytest.warns(LimpetWarning, match="never entered"):
+        memory.protect(optimizer, examples=N)
+
+
+def test_an_error_leaves_nothing_behind_for_the_next_attempt() -> None:
+    model, memory, x, y = problem()
+    start = flat(model)
+    ends = []
+    for fails in (True, False):
+        set_flat(model, start)
+        if fails:
+            optimizer = torch.optim.SGD(model.parameters(), **SGD)
+            with pytest.raises(RuntimeError), memory.protect(optimizer, examples=N, every=4):
+                train(model, optimizer, x, y, 7)
+                raise RuntimeError
+            set_flat(model, start)
+        optimizer = torch.optim.SGD(model.parameters(), **SGD)
+        with memory.protect(optimizer, examples=N, every=4):
+            train(model, optimizer, x, y, 6)
+        ends.append(flat(model))
+    assert torch.equal(ends[0], ends[1])
+
+
+def test_a_closure_that_runs_twice() -> None:
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            return super().step(closure)
+
+    ends = []
+    for to_none in (True, False):
+        model, memory, x, y = problem()
+        optimizer = Twice(model.parameters(), lr=0.02)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad(set_to_none=to_none)  # noqa: B023
+            loss = loss_of(model, x, y)  # noqa: B023
+            loss.backward()
+            return loss
+
+        with memory.protect(optimizer, examples=N) as protection:
+            assert protection.mode == "gradient"  # a step of its own need not have SGD's step size
+            for _ in range(3):
+                optimizer.step(closure)
+        ends.append(flat(model))
+    close(ends[1], ends[0], 1e-12)
+
+
+def test_proximal_mode_refuses_before_anything_has_moved() -> None:
+    model, memory, x, y = problem()
+    start = flat(model)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    with pytest.raises(UnsupportedError, match="one block"), memory.protect(optimizer, examples=N):
+        train(model, optimizer, x, y, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match="one block"), memory.protect(optimizer, examples=N):
+        loss_of(model, x, y).backward()
+        model.bias.grad = None
+        optimizer.step()
+    assert torch.equal(flat(model), start)

@@ -339,3 +339,31 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(OSError, match="disk full"):
         memory.save(path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_numbers_that_no_memory_has_are_refused() -> None:
+    model, memory = filled(limpet.OnlineLaplace)
+    eigenvalues = "0/precision/eigenvalues"
+    for name, value in ((eigenvalues, float("nan")), (eigenvalues, -1.0), ("0/mean", float("inf"))):
+        state = memory.state_dict()
+        state["tensors"][name] = torch.full_like(state["tensors"][name], value)
+        with pytest.raises(MemoryFileError, match=r"inf or nan|negative"):
+            limpet.OnlineLaplace(model).load_state_dict(state)
+    for running in ({"every": 1, "count": 3, "pending": {"0": "nan"}}, {"every": 1, "count": -3, "pending": {}}):
+        state = memory.state_dict()
+        state["metadata"]["proximal"] = running
+        with pytest.raises(MemoryFileError):
+            limpet.OnlineLaplace(model).load_state_dict(state)
+
+
+def test_a_state_brings_its_own_exclusions() -> None:
+    _, memory = filled(limpet.OnlineLaplace)
+    other = limpet.OnlineLaplace(network(), exclude=["2"])
+    other.load_state_dict(memory.state_dict())
+    assert other.exclude == () and tensors_equal(other, memory)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    _, memory = filled(limpet.OnlineLaplace)
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        memory.save(tmp_path / "none" / "m.safetensors")

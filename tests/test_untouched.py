@@ -140,3 +140,13 @@ def test_also_for_layers_without_a_class() -> None:
     before = everything(model)
     limpet.OnlineLaplace(model).consolidate([(x, y)])
     check(before, everything(model))
+
+
+def test_also_the_generator_of_a_loader() -> None:
+    model, x, y = networks.build("linear")
+    generator = torch.Generator().manual_seed(3)
+    dataset = torch.utils.data.TensorDataset(x, y)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=2, shuffle=True, generator=generator)
+    before = generator.get_state()
+    limpet.OnlineLaplace(model).consolidate(loader)
+    assert torch.equal(generator.get_state(), before)

@@ -28,6 +28,19 @@ HALF_ROUNDING = (5e-2, 5e-3)
 """What rounding may change: relative to the gradient, and to the size of what it is summed from."""
 
 
+REENTRANT = (
+    "the model uses reentrant gradient checkpointing, which gives no gradients in between: call checkpoint(..., "
+    "use_reentrant=False)"
+)
+MIXED = (
+    "an example by itself gives other outputs than in its batch, or none, so no example has a gradient of its own: the "
+    "examples must be the first dimension of every tensor in the batch and of the outputs, and no layer may mix them "
+    "(a batch norm without running statistics does: use GroupNorm)"
+)
+LAST = slice(-1, None)
+"""The example that is sent through by itself. Not the first: a sequence taken for a batch begins by itself, too."""
+
+
 def unseen(
     blocks: Sequence[Block], recorder: Recorder, parameters: Mapping[str, nn.Parameter], outputs: Sequence[Tensor]
 ) -> tuple[set[str], set[str]]:
@@ -39,6 +52,9 @@ def unseen(
     found = gradients_at(outputs, wanted, cotangents, keep=True)
     recorder.take(found[: len(recorder.edges)])
     true = dict(zip(names, found[len(recorder.edges) :], strict=True))
+    hidden = recorder.without_graph & {b.name for b in blocks if all(true[name] is None for name in b.parameters)}
+    if hidden and _is_checkpointed(outputs):
+        raise CurvatureError(REENTRANT)
     wrong = {b.name for b in blocks if b.layers and not _accounted_for(b, recorder, parameters, true)}
     return wrong, {name for name, gradient in true.items() if gradient is not None}
 
@@ -55,10 +71,21 @@ def gradients_at(
     except RuntimeError as error:
         if "heckpoint" not in str(error):
             raise
-        raise CurvatureError(
-            "the model uses reentrant gradient checkpointing, which gives no gradients in between: call "
-            "checkpoint(..., use_reentrant=False)"
-        ) from error
+        raise CurvatureError(REENTRANT) from error
+
+
+def _is_checkpointed(outputs: Sequence[Tensor]) -> bool:
+    """Whether the graph goes through reentrant checkpointing, inside which there is no graph yet."""
+    nodes, seen = [output.grad_fn for output in outputs], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().startswith("CheckpointFunction"):
+            return True
+        seen.add(node)
+        nodes.extend(following for following, _ in node.next_functions)
+    return False
 
 
 def _accounted_for(
@@ -117,8 +144,11 @@ def not_by_example(
         }
     alone = Recorder()
     with alone.attached(hooked):
-        with alone.recording():
-            single, _ = call(model, part(batch, slice(0, 1)), forward)
+        try:
+            with alone.recording():
+                single, _ = call(model, part(batch, LAST), forward)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise CurvatureError(f"{MIXED} ({error})") from error
         _same_outputs(as_tensors(single), outputs, model, batch, forward)
         return {
             b.name
@@ -151,17 +181,13 @@ def _plausible(calls: Sequence[Call], count: int, needs_examples: bool) -> bool:
 def _same_outputs(
     single: Sequence[Tensor], outputs: Sequence[Tensor], model: nn.Module, batch: Any, forward: Forward | None
 ) -> None:
-    if all(_alike(a, b[:1]) for a, b in zip(single, outputs, strict=True)):
+    if all(_alike(a, b[LAST]) for a, b in zip(single, outputs, strict=True)):
         return
     with torch.no_grad():
-        again = as_tensors(call(model, part(batch, slice(0, 1)), forward)[0])
+        again = as_tensors(call(model, part(batch, LAST), forward)[0])
     if not all(_alike(a, b) for a, b in zip(single, again, strict=True)):
         return  # a model that draws random numbers gives other outputs every time
-    raise CurvatureError(
-        "an example by itself gives other outputs than in its batch, so no example has a gradient of its own: the "
-        "examples must be the first dimension of every tensor in the batch and of the outputs, and no layer may mix "
-        "them (a batch norm without running statistics does: use GroupNorm)"
-    )
+    raise CurvatureError(MIXED)
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

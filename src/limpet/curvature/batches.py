@@ -40,7 +40,7 @@ def _plain(batch: Any) -> Any:
 
 def batch_size(batch: Any) -> int | None:
     """The examples in a batch: the first dimension that all its tensors share; None where there is none."""
-    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    sizes = {leaf.shape[0] for leaf in tree_leaves(_plain(batch)) if isinstance(leaf, Tensor) and leaf.dim() > 0}
     return sizes.pop() if len(sizes) == 1 else None
 
 

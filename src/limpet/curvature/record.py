@@ -29,6 +29,7 @@ class Recorder:
         self._at_edge: list[Call] = []
         self._inputs: list[tuple[str, Tensor, int]] = []
         self.unreadable: set[str] = set()  # blocks with a call that the layer class could not read
+        self.without_graph: set[str] = set()  # blocks with a call that autograd did not follow
         self._on = False
 
     @contextmanager
@@ -50,7 +51,10 @@ class Recorder:
 
     def _hook(self, users: list[tuple[str, Layer]]) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if not self._on or not isinstance(output, Tensor) or not output.requires_grad:
+            if not self._on or not isinstance(output, Tensor):
+                return
+            if not output.requires_grad:
+                self.without_graph.update(name for name, _ in users)
                 return
             x: Any = args[0] if args else next(iter(kwargs.values()), None)
             edge = get_gradient_edge(output)
@@ -102,3 +106,4 @@ class Recorder:
         self._at_edge.clear()
         self._inputs.clear()
         self.unreadable.clear()
+        self.without_graph.clear()
