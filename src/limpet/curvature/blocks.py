@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +31,13 @@ class Block:
     rows: tuple[int, ...]
     layers: tuple[Layer, ...] = ()
 
-    @property
+    @cached_property
     def widths(self) -> list[int]:
         """The columns of each parameter."""
         height = torch.Size(self.rows).numel()
         return [shape.numel() // max(height, 1) for shape in self.shapes]
 
-    @property
+    @cached_property
     def shape(self) -> torch.Size:
         """The shape of the matrix."""
         return torch.Size([*self.rows, sum(self.widths)])
