@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import limpet
 import networks
-from limpet import store
+from limpet import files, store
 from limpet.errors import MemoryFileError
 
 STRUCTURES = ["diagonal", "kronecker", "kronecker-sum", "dense"]
@@ -163,7 +163,7 @@ def test_a_file_for_another_model_says_what_differs(tmp_path: Path) -> None:
 def test_other_safetensors_and_other_versions_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     save_file({"a": torch.zeros(2)}, path)
-    with pytest.raises(MemoryFileError, match="not a memory"):
+    with pytest.raises(MemoryFileError, match="not a limpet memory"):
         limpet.load(path, network())
     save_file({"a": torch.zeros(2)}, path, {"format": "limpet memory", "version": "2"})
     with pytest.raises(MemoryFileError, match="version '2'"):
@@ -233,7 +233,7 @@ def wrong_header(content: bytes, rng: random.Random) -> bytes:
     for name, (start, stop) in offsets.items():
         flat = torch.frombuffer(bytearray(body[start:stop]), dtype=torch.float32)
         tensors[name] = flat.reshape(header[name]["shape"])
-    metadata["sha256"] = store._digest(metadata["limpet"], tensors)
+    metadata["sha256"] = files.checksum(metadata["limpet"], tensors)
     return put_together(header, body)
 
 
@@ -322,7 +322,7 @@ def test_the_checksum_covers_tensors_and_metadata(tmp_path: Path) -> None:
         tensor = tensors[name]
         whole.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         whole.update(tensor.numpy().tobytes())
-    assert store._digest(described, tensors) == whole.hexdigest()
+    assert files.checksum(described, tensors) == whole.hexdigest()
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +335,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
         filename.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(store, "save_file", fails)
+    monkeypatch.setattr(files, "save_file", fails)
     with pytest.raises(OSError, match="disk full"):
         memory.save(path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]

@@ -1,25 +1,20 @@
-"""Keep a memory in a file: safetensors with a versioned header, no pickle.
+"""Keep a memory in a file, and bring it back.
 
-The header's metadata hold four strings: `format` ("limpet memory"), `version`, `limpet` (JSON: method, structure,
-strength, prior, likelihood, examples and tasks seen, the layer map, the library's version) and `sha256`, over the JSON
-and over name, dtype, shape and bytes of every tensor. What does not fit is refused before it is used.
+What the file says about itself: method, structure, strength, prior, likelihood, examples and tasks seen, the layer map,
+the library's version. `limpet.files` says how it is written.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from limpet import files
 from limpet.curvature import DIRECT, Block
 from limpet.errors import LimpetError, MemoryFileError, finite_number, positive_whole
 from limpet.posterior import Held, Posterior
@@ -28,8 +23,6 @@ from limpet.protect import ProximalState
 from limpet.version import __version__
 
 FORMAT = "limpet memory"
-VERSION = 1
-HEADER_LIMIT = 100_000_000
 NEVER_NEGATIVE = ("diagonal", "diagonal.weighted", "eigenvalues", "eigenvalues.weighted", "trace")
 DTYPES = {torch.float32: "F32", torch.float64: "F64"}
 
@@ -261,77 +254,12 @@ def _restore_proximal(
 
 def write(path: str | Path, state: State) -> None:
     """Write a state; the file appears whole or not at all."""
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} to save {path.name} in")
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state["tensors"].items()}
-    described = json.dumps(state["metadata"], allow_nan=False)
-    metadata = {"format": FORMAT, "version": str(VERSION), "limpet": described, "sha256": _digest(described, tensors)}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        save_file(tensors, temporary, metadata)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    files.write(path, FORMAT, state["metadata"], state["tensors"])
 
 
 def read(path: str | Path) -> State:
-    """Read a state, after every check that needs no model. Takes the file's size in memory, once."""
-    path = Path(path)
-    if not path.is_file():
-        raise MemoryFileError(f"there is no file {path}")
-    try:
-        _check_header_size(path)
-        with safe_open(path, framework="pt") as file:
-            metadata = dict(file.metadata() or {})
-            _check_version(metadata)
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except MemoryFileError:
-        raise
-    except (
-        SafetensorError,
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        RuntimeError,
-        OverflowError,
-    ) as e:
-        raise MemoryFileError(f"{path.name} is no memory file, or a damaged one: {e}") from e
-    if _digest(metadata["limpet"], tensors) != metadata["sha256"]:
-        raise MemoryFileError(f"{path.name} is damaged: its content does not have the checksum that its header states")
-    with refusing():
-        described = json.loads(metadata["limpet"])
-        if not isinstance(described, dict) or not isinstance(described["settings"], dict):
-            raise MemoryFileError(f"{path.name} has a header that is not one of ours")
-    return {"metadata": described, "tensors": tensors}
-
-
-def _check_header_size(path: Path) -> None:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        stated = int.from_bytes(file.read(8), "little")
-    if size < 8 or stated > min(size - 8, HEADER_LIMIT):
-        raise MemoryFileError(f"{path.name} is no memory file, or a damaged one: its header does not fit into it")
-
-
-def _check_version(metadata: Mapping[str, str]) -> None:
-    if metadata.get("format") != FORMAT:
-        raise MemoryFileError("this is a safetensors file, but not a memory of limpet")
-    if metadata.get("version") != str(VERSION):
-        raise MemoryFileError(
-            f"the file is of format version {metadata.get('version')!r}, this library reads version {VERSION}: install "
-            "the limpet that wrote it, or a newer one"
-        )
-    if not {"limpet", "sha256"} <= metadata.keys():
-        raise MemoryFileError("the header of the file is not whole")
-
-
-def _digest(described: str, tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256(described.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    """Read a state, after every check that needs no model."""
+    metadata, tensors = files.read(path, FORMAT)
+    if not isinstance(metadata.get("settings"), dict):
+        raise MemoryFileError(f"{Path(path).name} has a header that is not one of ours")
+    return {"metadata": metadata, "tensors": tensors}

@@ -10,6 +10,7 @@ from limpet.curvature.blocks import (
     plain,
     unwrapped,
 )
+from limpet.curvature.checkpoint import Checkpoint
 from limpet.curvature.fisher import FISHERS, Fisher, FisherPass
 from limpet.curvature.guard import untouched
 from limpet.curvature.structure import Structure
@@ -18,6 +19,7 @@ __all__ = [
     "DIRECT",
     "FISHERS",
     "Block",
+    "Checkpoint",
     "Fisher",
     "FisherPass",
     "Forward",

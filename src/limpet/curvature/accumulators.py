@@ -6,7 +6,7 @@ Everything here is a sum, so that passes can be stopped and go on, and processes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -48,6 +48,14 @@ class Accumulator(ABC):
     @abstractmethod
     def terms(self, scale: float) -> list[Term]:
         """The Fisher, times `scale`."""
+
+    @abstractmethod
+    def sums(self) -> dict[str, Tensor]:
+        """All that was summed so far, by name: what a checkpoint keeps, and what processes would add up."""
+
+    @abstractmethod
+    def load(self, sums: Mapping[str, Tensor]) -> None:
+        """Go on from such sums."""
 
 
 class KroneckerAccumulator(Accumulator):
@@ -102,6 +110,19 @@ class KroneckerAccumulator(Accumulator):
     def add_example(self, gradient: Tensor) -> None:
         raise UnsupportedError(f"{self.block.name} has no Kronecker factors")
 
+    def sums(self) -> dict[str, Tensor]:
+        kept = {f"data/{kind}": tensor for kind, tensor in self.data.items()}
+        kept |= {f"gradients/{kind}": tensor for kind, tensor in self.gradients.items()}
+        return kept | {f"count/{kind}": torch.tensor(count) for kind, count in self.count.items()}
+
+    def load(self, sums: Mapping[str, Tensor]) -> None:
+        for name, tensor in sums.items():
+            part, _, kind = name.partition("/")
+            if part == "count":
+                self.count[kind] = int(tensor)
+            else:
+                (self.data if part == "data" else self.gradients)[kind] = tensor.to(self.device)
+
     def terms(self, scale: float) -> list[Term]:
         found: list[Term] = []
         for kind, data in self.data.items():
@@ -135,6 +156,12 @@ class DiagonalAccumulator(Accumulator):
     def terms(self, scale: float) -> list[Term]:
         return [DiagonalTerm(self.squares * scale)]
 
+    def sums(self) -> dict[str, Tensor]:
+        return {"squares": self.squares}
+
+    def load(self, sums: Mapping[str, Tensor]) -> None:
+        self.squares = sums["squares"].to(self.device)
+
 
 class DenseAccumulator(Accumulator):
     """The sum over examples of the outer products of the gradients: the Fisher of the block itself."""
@@ -161,6 +188,12 @@ class DenseAccumulator(Accumulator):
 
     def terms(self, scale: float) -> list[Term]:
         return [DenseTerm(mirrored(self.matrix, False) * scale)]
+
+    def sums(self) -> dict[str, Tensor]:
+        return {"matrix": self.matrix}
+
+    def load(self, sums: Mapping[str, Tensor]) -> None:
+        self.matrix = sums["matrix"].to(self.device)
 
 
 def add_gram(total: Tensor, rows: Tensor, *, ones: bool, diagonal: bool) -> None:

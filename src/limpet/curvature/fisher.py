@@ -20,6 +20,7 @@ from limpet.curvature.accumulators import Accumulator
 from limpet.curvature.audit import gradients_at, not_by_example, unseen
 from limpet.curvature.batches import Forward, batch_size, call, check_batches, part, prepared, total_examples
 from limpet.curvature.blocks import Block, named_parameters
+from limpet.curvature.checkpoint import Checkpoint
 from limpet.curvature.guard import untouched
 from limpet.curvature.progress import Progress
 from limpet.curvature.record import Recorder
@@ -71,15 +72,15 @@ class FisherPass:
         self.blocks = list(blocks)
         self.likelihood = likelihood
         self.structure = structure
-        self.fisher = fisher
+        self.fisher = self.asked = fisher
         self.draws = draws
         self.seed = seed
         self.forward = forward
         self.parameters = named_parameters(model)
         self.recorder = Recorder()
-        self._begin_anew(set())
+        self.begin_anew(set())
 
-    def _begin_anew(self, direct: set[str]) -> None:
+    def begin_anew(self, direct: set[str]) -> None:
         """Zero sums; the blocks named in `direct` are from now on measured example by example."""
         self._make_direct(direct)
         self.sums: dict[str, Accumulator] = {}
@@ -87,6 +88,7 @@ class FisherPass:
         self.tally = torch.zeros(2, dtype=torch.float64)
         self.used: set[str] = set()  # parameters that had a gradient
         self.audited: set[Any] = set()  # ways of using the blocks that were found right
+        self.batches = 0  # batches read
         self.seen = 0  # examples, or predicted positions
         self.rows = 0  # examples as the batches count them
 
@@ -102,6 +104,7 @@ class FisherPass:
         examples: int | None = None,
         limit: int | None = None,
         progress: bool = True,
+        checkpoint: Checkpoint | None = None,
     ) -> Fisher:
         """Read the batches once, or until `limit` examples (of several positions each: whole ones) have been seen."""
         if not self.blocks:
@@ -110,32 +113,44 @@ class FisherPass:
         limit = None if limit is None else positive_whole("limit", limit)
         check_batches(batches)
         total = _total(batches, examples, limit)
+        if checkpoint is not None:
+            checkpoint.resume(self)
         while True:
             try:
-                self._read(batches, limit, Progress(total if limit is None else limit, show=progress))
+                bar = Progress(limit or total_examples(batches), show=progress)
+                self._read(batches, limit, bar, checkpoint)
                 break
             except _UnforeseenError as found:
-                if iter(batches) is batches:
+                if isinstance(batches, Iterator):
                     raise CurvatureError(
                         f"a later batch uses {', '.join(sorted(found.blocks))} in a way that the first ones did not "
                         "show, and these batches can be read only once: give a loader or a list"
                     ) from None
-                self._begin_anew(found.blocks)
+                self.begin_anew(found.blocks)
         if not self.seen:
             raise CurvatureError("the batches held no example: give a loader that yields (inputs, targets)")
         return self._result(examples, total)
 
-    def _read(self, batches: Iterable[Any], limit: int | None, bar: Progress) -> None:
+    def _read(self, batches: Iterable[Any], limit: int | None, bar: Progress, checkpoint: Checkpoint | None) -> None:
+        bar.update(self.seen)
+        known = self.batches
         with ExitStack() as stack:
             stack.callback(bar.close)
             stack.enter_context(untouched(self.model, batches))
             stack.enter_context(_eager())
             stack.enter_context(_plain_recurrence(self.model))
             stack.enter_context(self.recorder.attached(self.blocks))
-            for batch in batches:
+            for number, batch in enumerate(batches):
+                if limit is not None and self.seen >= limit:
+                    break
+                if number < known:
+                    continue  # read before the pass was stopped
                 before = self.seen
                 self._take(batch, None if limit is None else limit - self.seen)
+                self.batches = number + 1
                 bar.update(self.seen - before)
+                if checkpoint is not None and self.sums and checkpoint.due():
+                    checkpoint.save(self)
                 if limit is not None and self.seen >= limit:
                     break
 
@@ -214,8 +229,12 @@ class FisherPass:
         self._make_direct(wrong)
         self.audited.add(way)
         if not self.sums:
-            for block in self.blocks:
-                self.sums[block.name] = self.structure.accumulator(block, self.parameters[block.parameters[0]])
+            self.make_sums()
+
+    def make_sums(self) -> None:
+        """Zero sums for the blocks as they are now."""
+        for block in self.blocks:
+            self.sums[block.name] = self.structure.accumulator(block, self.parameters[block.parameters[0]])
 
     def _accumulate(self, batch: Any, outputs: Any, targets: Any, tensors: tuple[Tensor, ...]) -> None:
         with torch.no_grad():
@@ -313,16 +332,18 @@ def _resolve(fisher: str, likelihood: Likelihood, outputs: Any) -> str:
 
 def _total(batches: Iterable[Any], examples: int | None, limit: int | None) -> int | None:
     """The examples that all batches hold together, where `limit` makes it needed."""
+    if limit is None:
+        return None
     total = total_examples(batches)
     if total is None and isinstance(batches, Sequence):
         sizes = [batch_size(batch) for batch in batches]
         total = None if None in sizes else sum(size for size in sizes if size is not None)
-    if limit is not None and examples is None and total is None:
+    if examples is None and total is None:
         raise CurvatureError(
             "with limit=, the pass has to know how many examples the task has altogether, and these batches do "
             "not say: pass examples="
         )
-    return total if limit is not None else None
+    return total
 
 
 def _eager() -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from limpet.curvature import Fisher, Forward
+from limpet.curvature import Checkpoint, Fisher, Forward
 from limpet.errors import LimpetError
 from limpet.methods.laplace import Laplace
 from limpet.posterior import Held
@@ -38,6 +39,7 @@ class ApproximateLaplace(Laplace):
         limit: int | None = None,
         forward: Forward | None = None,
         progress: bool = True,
+        checkpoint: str | Path | None = None,
     ) -> None:
         """As for the other methods, and with the batches of all earlier tasks, oldest first, in `earlier`.
 
@@ -48,9 +50,16 @@ class ApproximateLaplace(Laplace):
                 f"this memory holds {self.tasks} tasks and measures them all anew: give earlier=[...] with the batches "
                 f"of each, not of {len(earlier)}"
             )
-        fishers = [self._measure(old, None, limit, forward, progress) for old in earlier]
-        fishers.append(self._measure(batches, examples, limit, forward, progress))
+        passes = [(old, None) for old in earlier] + [(batches, examples)]
+        saved = [None if checkpoint is None else Checkpoint(f"{checkpoint}.{i}") for i in range(len(passes))]
+        fishers = [
+            self._measure(data, count, limit, forward, progress, file)
+            for (data, count), file in zip(passes, saved, strict=True)
+        ]
         self._settle(fishers)
+        for file in saved:
+            if file is not None:
+                file.remove()
 
     def _updated(self, held: Held, fishers: list[Fisher]) -> Held:
         fresh = self.posterior.without_tasks(held)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from limpet import store
-from limpet.curvature import DIRECT, FISHERS, Fisher, FisherPass, Forward
+from limpet.curvature import DIRECT, FISHERS, Checkpoint, Fisher, FisherPass, Forward
 from limpet.errors import FallbackWarning, NotProtectedWarning, finite_number, positive_whole, warn
 from limpet.likelihoods import Likelihood
 from limpet.methods.memory import MAX_SIDE, Memory
@@ -57,13 +58,19 @@ class Laplace(Memory):
         limit: int | None = None,
         forward: Forward | None = None,
         progress: bool = True,
+        checkpoint: str | Path | None = None,
     ) -> None:
         """Take the task in: one pass over its data, after which mean and precision know it.
 
         `examples` is N (counted where the batches are finite), `limit` uses at most so many of them and scales up.
-        `forward(model, batch)` gives (outputs, targets) for batches that are not pairs or dictionaries.
+        `forward(model, batch)` gives (outputs, targets) for batches that are not pairs or dictionaries. `checkpoint`
+        names a file to which a long pass is written once a minute: called again after a crash, with batches in the
+        same order, it goes on from there; the file is gone once the task is taken in.
         """
-        self._settle([self._measure(batches, examples, limit, forward, progress)])
+        saved = None if checkpoint is None else Checkpoint(checkpoint)
+        self._settle([self._measure(batches, examples, limit, forward, progress, saved)])
+        if saved is not None:
+            saved.remove()
 
     def _measure(
         self,
@@ -72,6 +79,7 @@ class Laplace(Memory):
         limit: int | None,
         forward: Forward | None,
         progress: bool,
+        checkpoint: Checkpoint | None = None,
     ) -> Fisher:
         self._refuse_inside_protect()
         one_pass = FisherPass(
@@ -84,7 +92,7 @@ class Laplace(Memory):
             seed=self.seed + self.tasks,
             forward=forward,
         )
-        return one_pass.run(batches, examples=examples, limit=limit, progress=progress)
+        return one_pass.run(batches, examples=examples, limit=limit, progress=progress, checkpoint=checkpoint)
 
     def _settle(self, fishers: list[Fisher]) -> None:
         """Let what the passes found become the memory: the newest task is the last of them."""

@@ -95,6 +95,7 @@ class SynapticIntelligence(Memory):
         limit: int | None = None,
         forward: Any = None,
         progress: bool = True,
+        checkpoint: Any = None,
     ) -> None:
         """Take the task in that was just learned under `protect`.
 

@@ -1,0 +1,95 @@
+"""Files of tensors: safetensors with a versioned header, no pickle.
+
+The header's metadata hold four strings: `format`, `version`, `limpet` (what the file says about itself, as JSON) and
+`sha256`, over the JSON and over name, dtype, shape and bytes of every tensor. What does not fit is refused before it is
+used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from limpet.errors import MemoryFileError
+
+VERSION = 1
+HEADER_LIMIT = 100_000_000
+
+
+def write(path: str | Path, format_name: str, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write a file; it appears whole or not at all."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} to save {path.name} in")
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    described = json.dumps(description, allow_nan=False)
+    digest = checksum(described, kept)
+    metadata = {"format": format_name, "version": str(VERSION), "limpet": described, "sha256": digest}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(kept, temporary, metadata)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(path: str | Path, format_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What the file says about itself, and its tensors. Takes the file's size in memory, once."""
+    path = Path(path)
+    if not path.is_file():
+        raise MemoryFileError(f"there is no file {path}")
+    try:
+        _check_header_size(path)
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            _check_metadata(metadata, format_name)
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        if checksum(metadata["limpet"], tensors) != metadata["sha256"]:
+            raise MemoryFileError(f"{path.name} is damaged: its content does not have the checksum its header states")
+        described = json.loads(metadata["limpet"])
+    except MemoryFileError:
+        raise
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise MemoryFileError(f"{path.name} is no file of ours, or a damaged one: {error}") from error
+    if not isinstance(described, dict):
+        raise MemoryFileError(f"{path.name} has a header that is not one of ours")
+    return described, tensors
+
+
+def _check_header_size(path: Path) -> None:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        stated = int.from_bytes(file.read(8), "little")
+    if size < 8 or stated > min(size - 8, HEADER_LIMIT):
+        raise MemoryFileError(f"{path.name} is no file of ours, or a damaged one: its header does not fit into it")
+
+
+def _check_metadata(metadata: Mapping[str, str], format_name: str) -> None:
+    if metadata.get("format") != format_name:
+        raise MemoryFileError(f"this is a safetensors file, but not a {format_name}")
+    if metadata.get("version") != str(VERSION):
+        raise MemoryFileError(
+            f"the file is of format version {metadata.get('version')!r}, this library reads version {VERSION}: install "
+            "the limpet that wrote it, or a newer one"
+        )
+    if not {"limpet", "sha256"} <= metadata.keys():
+        raise MemoryFileError("the header of the file is not whole")
+
+
+def checksum(described: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over the JSON and all tensors."""
+    digest = hashlib.sha256(described.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
