@@ -336,3 +336,54 @@ def test_plausible_mistakes_name_the_mend() -> None:
             memory.consolidate(batches)
     memory.consolidate([(x[:0], y[:0]), (x, y), (x[:0], y[:0])])  # empty batches are passed over
     assert memory.examples == 6
+
+
+def test_a_pass_that_begins_again_forgets_all_it_had() -> None:
+    """The residuals of batches read twice would count twice in an estimated variance."""
+    torch.manual_seed(0)
+    model, x = Changing().double(), torch.randn(6, 4).double()
+    x[:3, -1], x[3:, -1] = -1, 1
+    y = torch.cat([torch.randn(3, 3), 9 * torch.randn(3, 3)]).double()
+    batches = [(x[:3], y[:3]), (x[3:], y[3:])]
+    variance = float((torch.cat([model(x[:3]), model(x[3:])]).detach() - y).square().mean())
+    found = measure(model, batches, limpet.Gaussian("estimate"))
+    given = measure(model, batches, limpet.Gaussian(variance))
+    for name, (term,) in given.terms.items():
+        close(found.terms[name][0].diagonal, term.diagonal)
+
+
+def test_a_batch_that_cannot_be_cut_and_could_be_read_two_ways_is_refused() -> None:
+    model, x, y = networks.build("sequence first, as many positions as examples")
+    batch = [(x[:2], x[2:], y)]
+    with pytest.raises(CurvatureError, match="batches of one example"):
+        measure(model, batch, CATEGORICAL, forward=lambda m, b: (m(torch.cat([b[0], b[1]])), b[2]))
+
+
+def test_a_layer_that_was_registered_is_measured() -> None:
+    from limpet import layers
+
+    class Gain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight * x
+
+    @layers.register
+    class GainLayer(layers.OverFeatures):
+        kind = "gain"
+        modules = (Gain,)
+
+        def normalised(self, x: Tensor) -> Tensor:
+            return x
+
+        def spread(self, x: Tensor) -> Tensor:
+            return x.reshape(len(x), -1, x.shape[-1])
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Gain(), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, y = torch.randn(6, 4).double(), torch.randint(0, 3, (6,))
+    assert not check_diagonals(model, x, y, [(x, y)])
+    del layers._REGISTRY[Gain]
+    assert check_diagonals(model, x, y, [(x, y)]) == {"0.weight"}

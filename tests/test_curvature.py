@@ -65,11 +65,24 @@ def test_one_example_makes_kronecker_exact_where_a_layer_is_used_once(name: str)
         close(kronecker(term), dense_fisher(model, block, x[:1], y[:1], CATEGORICAL))
 
 
+def test_one_example_makes_kronecker_exact_for_one_position() -> None:
+    """A convolution with one output position, and an embedding of one token."""
+    torch.manual_seed(0)
+    convolution = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Tanh(), nn.Linear(3, 3)).double()
+    embedding = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, tokens, y = torch.randn(1, 2, 3, 3).double(), torch.tensor([[2]]), torch.tensor([1])
+    for model, inputs in ((convolution, x), (embedding, tokens)):
+        found = measure(model, [(inputs, y)], CATEGORICAL, "kronecker")
+        for block in found.blocks:
+            (term,) = found.terms[block.name]
+            close(kronecker(term), dense_fisher(model, block, inputs, y, CATEGORICAL))
+
+
 SHARED = [n for n in NETWORKS if n.startswith(("conv", "sequence", "four"))]
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_shared_weights_equal_the_expand_form_written_out(name: str) -> None:
+def test_shared_weights_equal_the_expand_form_written_out(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     model, x, y = build(name)
     found = measure(model, [(x[:4], y[:4]), (x[4:], y[4:])], CATEGORICAL, "kronecker")
     block = found.blocks[0]
@@ -80,7 +93,9 @@ def test_shared_weights_equal_the_expand_form_written_out(name: str) -> None:
     close(term.inputs, Q)
     close(term.outputs, H)
     dense = dense_fisher(model, block, x, y, CATEGORICAL)
-    print(f"trace of the expand form over the dense trace, {name}: {kronecker(term).trace() / dense.trace():.3f}")
+    with capsys.disabled():
+        ratio = kronecker(term).trace() / dense.trace()
+        print(f"\ntrace of the expand form over the dense trace, {name}: {ratio:.3f}", end="")
 
 
 def expand_form(model: nn.Module, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

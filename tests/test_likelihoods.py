@@ -139,3 +139,15 @@ def test_wrong_input_names_the_mend() -> None:
         L.Categorical().sample(torch.zeros(3), None)
     with pytest.raises(UnsupportedError, match="forward="):
         L.as_tensors({"logits": 1})
+
+
+def test_several_outputs_count_the_examples_of_all() -> None:
+    both = L.Several(L.Categorical(), L.Gaussian())
+    outputs = (torch.zeros(5, 4), torch.zeros(5, 1))
+    assert both.count(outputs, (torch.tensor([0, -100, 1, -100, 2]), torch.zeros(5, 1))) == 5
+
+
+def test_bernoulli_targets_are_checked() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(UnsupportedError, match="categorical"):
+        measure(model, [(torch.randn(4, 3), torch.full((4, 2), 3.0))], L.Bernoulli())

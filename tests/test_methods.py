@@ -465,3 +465,81 @@ def test_warnings_point_at_the_users_line() -> None:
     with pytest.warns(NotProtectedWarning) as caught:
         limpet.PerTaskLaplace(model)
     assert caught[0].filename == __file__
+
+
+def test_synaptic_intelligence_under_a_fused_optimizer_with_a_scaler() -> None:
+    found = []
+    for scaled in (True, False):
+        model = network(dtype=torch.float32)
+        memory = limpet.SynapticIntelligence(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=scaled)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        ((x, y),) = task(0, torch.float32)
+        with memory.protect(optimizer, examples=20, mode="gradient"):
+            for _ in range(5):
+                optimizer.zero_grad()
+                scaler.scale(F.cross_entropy(model(x), y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        memory.consolidate()
+        found.append(torch.cat([h.precision.dense().diagonal() for h in memory.posterior.held.values()]))
+    close(found[0], found[1], 1e-4)
+
+
+def test_synaptic_intelligence_stays_positive_with_strengths_that_differ() -> None:
+    model = nn.Linear(1, 1, bias=False).double()
+    memory = limpet.SynapticIntelligence(model, strength=3.0)
+    for strength, target in ((3.0, 1.0), (0.3, -1.0)):
+        memory.strength = strength
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with memory.protect(optimizer, examples=10, mode="gradient"):
+            optimizer.zero_grad()
+            (model.weight - target).square().sum().backward()
+            optimizer.step()
+        assert memory._watch is not None
+        if target < 0:
+            memory._watch.path["weight"].fill_(-100.0)  # a path that went uphill
+        memory.consolidate()
+    (held,) = memory.posterior.held.values()
+    assert held.precision.fisher().dense().item() == 0 <= held.precision.dense().item()
+
+
+def test_each_task_draws_labels_of_its_own() -> None:
+    model = network()
+    twice = limpet.OnlineLaplace(model, structure="dense", fisher="sampled", prior_precision=0.0, seed=5)
+    for _ in range(2):
+        twice.consolidate(task(0))
+    separate = []
+    for seed in (5, 6):
+        one = limpet.OnlineLaplace(model, structure="dense", fisher="sampled", prior_precision=0.0, seed=seed)
+        one.consolidate(task(0))
+        separate.append(one)
+    for name, held in twice.posterior.held.items():
+        first, second = (m.posterior.held[name].precision.dense() for m in separate)
+        assert not torch.allclose(first, second)
+        close(held.precision.dense(), first + second, 1e-12)
+
+
+def test_approximate_laplace_limits_every_pass() -> None:
+    model = network()
+    memory = limpet.ApproximateLaplace(model, structure="dense", prior_precision=0.0)
+    memory.consolidate(task(0), limit=5)
+    memory.consolidate(task(1), earlier=[task(0)], limit=5)
+    parts = []
+    for t in range(2):
+        one = limpet.OnlineLaplace(model, structure="dense", prior_precision=0.0)
+        ((x, y),) = task(t)
+        one.consolidate([(x[:5], y[:5])], examples=20)
+        parts.append(one)
+    for name, held in memory.posterior.held.items():
+        expected = sum(one.posterior.held[name].precision.dense() for one in parts)
+        close(held.precision.dense(), expected, 1e-12)  # type: ignore[arg-type]
+
+
+def test_blocks_that_are_cut_anew_keep_their_prior_mean() -> None:
+    model = network()
+    memory = limpet.OnlineLaplace(model, prior_mean="initial")
+    initial = model[0].weight.detach().clone()
+    shift(model, 1)
+    memory.posterior.arrange([b for block in memory._planned() for b in block.made_direct()])
+    assert torch.equal(memory.posterior.held["0.weight"].mean.reshape(5, 4), initial)

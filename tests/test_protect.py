@@ -571,9 +571,16 @@ def test_an_error_leaves_nothing_behind_for_the_next_attempt() -> None:
 
 def test_a_closure_that_runs_twice() -> None:
     class Twice(torch.optim.SGD):
+        """Looks at the loss first; it has a step of its own, so it is taken for any optimizer, not for SGD."""
+
         def step(self, closure: Any = None) -> Any:
-            closure()
-            return super().step(closure)
+            with torch.enable_grad():
+                closure()
+                loss = closure()
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.add_(parameter.grad, alpha=-self.param_groups[0]["lr"])
+            return loss
 
     ends = []
     for to_none in (True, False):
@@ -606,3 +613,44 @@ def test_proximal_mode_refuses_before_anything_has_moved() -> None:
         model.bias.grad = None
         optimizer.step()
     assert torch.equal(flat(model), start)
+
+
+def test_momentum_without_a_step_size_is_refused() -> None:
+    model, memory, _, _ = problem()
+    for options in ({"momentum": 1.0}, {"momentum": 1.5}, {"momentum": 0.9, "dampening": 1.0}):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **options)
+        with pytest.raises(UnsupportedError, match="below 1"), memory.protect(optimizer, examples=N):
+            pass
+
+
+def test_a_state_resumed_with_another_every_is_not_carried_over(tmp_path: Any) -> None:
+    model, memory, x, y = problem()
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    with pytest.raises(KeyboardInterrupt), memory.protect(optimizer, examples=N, every=4):
+        train(model, optimizer, x, y, 6)
+        memory.save(tmp_path / "m.safetensors")
+        raise KeyboardInterrupt
+    ends = []
+    for loaded in (True, False):
+        twin = copy.deepcopy(model)
+        again = limpet.load(tmp_path / "m.safetensors", twin)
+        if not loaded:
+            again._resume = None
+        optimizer = torch.optim.SGD(twin.parameters(), **SGD)
+        with again.protect(optimizer, examples=N, every=1) as protection:
+            assert protection.state.every == 1
+            train(twin, optimizer, x, y, 1)
+        ends.append(flat(twin))
+    assert torch.equal(ends[0], ends[1])
+
+
+def test_consolidating_ends_what_an_error_left_open() -> None:
+    model, memory, x, y = problem()
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    with pytest.raises(RuntimeError), memory.protect(optimizer, examples=N, every=4):
+        train(model, optimizer, x, y, 5)
+        raise RuntimeError
+    assert memory.state_dict()["metadata"]["proximal"] is not None
+    memory.consolidate([(x, y)])
+    state = memory.state_dict()
+    assert state["metadata"]["proximal"] is None and not any(name.startswith("force/") for name in state["tensors"])

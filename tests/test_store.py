@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import random
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 import limpet
 import networks
-from limpet import files, store
+from limpet import files
 from limpet.errors import MemoryFileError
 
 STRUCTURES = ["diagonal", "kronecker", "kronecker-sum", "dense"]
@@ -245,13 +246,52 @@ def huge(content: bytes, rng: random.Random) -> bytes:
 DAMAGES = [flipped, flipped, flipped, truncated, wrong_shapes, wrong_header, huge]
 
 
-@pytest.mark.parametrize("count", [700, pytest.param(9300, marks=pytest.mark.slow)])
-def test_damaged_files_are_refused_or_harmless(count: int, tmp_path: Path) -> None:
-    model, memory = filled(limpet.OnlineLaplace)
-    path = tmp_path / "m.safetensors"
+def running_memory(path: Path) -> nn.Module:
+    """A memory in the middle of a protected task, with forces and pending steps."""
+    model, memory = filled(limpet.PerTaskLaplace)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ((x, y),) = data(0)
+    with memory.protect(optimizer, examples=10, every=2):
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        memory.save(path)
+    return model
+
+
+def watching_memory(path: Path) -> nn.Module:
+    """Synaptic Intelligence in the middle of a task."""
+    model = network()
+    memory = limpet.SynapticIntelligence(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ((x, y),) = data(0)
+    with memory.protect(optimizer, examples=10):
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        memory.save(path)
+    return model
+
+
+def saved_memory(path: Path, kind: str) -> nn.Module:
+    if kind in ("running", "watching"):
+        return running_memory(path) if kind == "running" else watching_memory(path)
+    model, memory = filled(limpet.PerTaskLaplace if kind == "diagonal" else limpet.OnlineLaplace, structure=kind)
     memory.save(path)
+    return model
+
+
+def numbers(memory: limpet.Memory) -> tuple[dict[str, Tensor], float, float]:
+    return memory.state_dict()["tensors"], memory.penalty().item(), float(memory.forecast())
+
+
+@pytest.mark.parametrize("kind", ["kronecker", "diagonal", "kronecker-sum", "dense", "running", "watching"])
+@pytest.mark.parametrize("count", [140, pytest.param(1540, marks=pytest.mark.slow)])
+def test_damaged_files_are_refused_or_harmless(kind: str, count: int, tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    model = saved_memory(path, kind)
     content = path.read_bytes()
-    expected = {name: tensor.clone() for name, tensor in memory.state_dict()["tensors"].items()}
+    expected, penalty, forecast = numbers(limpet.load(path, model))
     rng = random.Random(count)
     refused = 0
     for i in range(count):
@@ -262,22 +302,22 @@ def test_damaged_files_are_refused_or_harmless(count: int, tmp_path: Path) -> No
         except MemoryFileError:
             refused += 1
             continue
-        # a header that is untrue under a right checksum cannot be told from a true one; the tensors are still these
-        found = again.state_dict()["tensors"]
-        if damage is not wrong_header:
-            assert found.keys() == expected.keys()
+        found, *values = numbers(again)
         assert all(torch.equal(found[name], expected[name]) for name in found.keys() & expected.keys())
+        # a header that is untrue under a right checksum cannot be told from a true one
+        if damage is not wrong_header:
+            assert found.keys() == expected.keys() and values == [penalty, forecast]
     assert refused > 0.8 * count
 
 
 MEASURE = """
 import resource, sys, torch, limpet
 from limpet.errors import MemoryFileError
-model = torch.nn.Sequential(torch.nn.Linear(1500, 1500))
+model = torch.nn.Linear(2000, 2000)
 path, size = sys.argv[1], int(sys.argv[2])
 base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
-    limpet.store.read(path)
+    limpet.load(path, model)
     print("read")
 except MemoryFileError:
     print("refused")
@@ -286,27 +326,23 @@ print((peak - base) * 1024 / size)
 """
 
 
-def test_reading_takes_at_most_twice_the_file(tmp_path: Path) -> None:
-    tensors = {f"t{i}": torch.randn(1000, 1000) for i in range(25)}  # 100 MB
+def test_loading_takes_at_most_twice_the_file(tmp_path: Path) -> None:
+    model = nn.Linear(2000, 2000)
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate([(torch.randn(4, 2000), torch.randint(0, 2000, (4,)))])
     path = tmp_path / "m.safetensors"
-    store.write(path, {"metadata": {"settings": {}}, "tensors": tensors})
-    size = path.stat().st_size
-    content = bytearray(path.read_bytes())
-    for damage in ("none", "bits", "shape"):
-        damaged = bytes(content)
-        if damage == "bits":
-            content[-1] ^= 1
-            damaged = bytes(content)
-        elif damage == "shape":
-            damaged = damaged.replace(b"[1000,1000]", b"[9999,9999]", 1)
+    memory.save(path)  # 64 MB
+    content = path.read_bytes()
+    damages = {
+        "none": content,
+        "bits": content[:-1] + bytes([content[-1] ^ 1]),
+        "shape": content.replace(b"[2000,2001]", b"[9999,9999]", 1),
+        "huge": struct.pack("<Q", 2**62) + content[8:],
+    }
+    for damage, damaged in damages.items():
         path.write_bytes(damaged)
-        done = subprocess.run(
-            [sys.executable, "-c", MEASURE, str(path), str(size)],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        )
+        command = [sys.executable, "-c", MEASURE, str(path), str(len(content))]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
         said, ratio = done.stdout.split()
         assert said == ("read" if damage == "none" else "refused")
         assert float(ratio) <= 2.0, f"{damage}: {ratio} times the file"
@@ -349,6 +385,17 @@ def test_numbers_that_no_memory_has_are_refused() -> None:
         state["tensors"][name] = torch.full_like(state["tensors"][name], value)
         with pytest.raises(MemoryFileError, match=r"inf or nan|negative"):
             limpet.OnlineLaplace(model).load_state_dict(state)
+    for constant in (float("inf"), "5", None):
+        state = memory.state_dict()
+        state["metadata"]["constant"] = constant
+        with pytest.raises(MemoryFileError, match="constant"):
+            limpet.OnlineLaplace(model).load_state_dict(state)
+    for structure, name in (("kronecker-sum", "0/precision/terms.0.outputs"), ("dense", "0/precision/matrix")):
+        model, other = filled(limpet.OnlineLaplace, structure=structure)
+        state = other.state_dict()
+        state["tensors"][name] = -state["tensors"][name]
+        with pytest.raises(MemoryFileError, match="negative"):
+            limpet.OnlineLaplace(model, structure=structure).load_state_dict(state)
     for running in ({"every": 1, "count": 3, "pending": {"0": "nan"}}, {"every": 1, "count": -3, "pending": {}}):
         state = memory.state_dict()
         state["metadata"]["proximal"] = running
@@ -356,11 +403,25 @@ def test_numbers_that_no_memory_has_are_refused() -> None:
             limpet.OnlineLaplace(model).load_state_dict(state)
 
 
-def test_a_state_brings_its_own_exclusions() -> None:
-    _, memory = filled(limpet.OnlineLaplace)
+def test_a_state_brings_its_own_settings_or_changes_nothing() -> None:
+    _, memory = filled(limpet.OnlineLaplace, prior_precision=7.0, prior_mean="initial", max_side=4)
     other = limpet.OnlineLaplace(network(), exclude=["2"])
+    before = other.state_dict()
+    broken = copy.deepcopy(memory.state_dict())
+    broken["metadata"]["blocks"][0]["tasks"] = -1
+    with pytest.raises(MemoryFileError):
+        other.load_state_dict(broken)
+    assert other.state_dict()["metadata"] == before["metadata"] and other.exclude == ("2",)
     other.load_state_dict(memory.state_dict())
     assert other.exclude == () and tensors_equal(other, memory)
+    assert isinstance(other.model, nn.Sequential)
+    other.model.append(nn.Linear(3, 2))
+    with other.protect(torch.optim.SGD(other.model.parameters(), lr=0.1), examples=10):
+        pass
+    joined = other.posterior.held["3"]
+    assert joined.precision.prior == 7.0 and torch.equal(joined.mean[:, :3], other.model[3].weight)
+    with pytest.raises(MemoryFileError, match="likelihood"):
+        limpet.OnlineLaplace(network(), likelihood="gaussian").load_state_dict(memory.state_dict())
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def busy() -> tuple[nn.Module, Any, Tensor, Tensor]:
 METHODS: list[Callable[[nn.Module], Any]] = [
     limpet.OnlineLaplace,
     limpet.PerTaskLaplace,
+    limpet.ApproximateLaplace,
     lambda model: limpet.OnlineLaplace(model, structure="diagonal", fisher="sampled"),
     lambda model: limpet.OnlineLaplace(model, structure="dense", fisher="empirical"),
 ]
@@ -138,7 +139,38 @@ def test_also_for_layers_without_a_class() -> None:
     model, x, y = networks.build("lstm")
     model.train()
     before = everything(model)
-    limpet.OnlineLaplace(model).consolidate([(x, y)])
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate([(x, y)])
+    check(before, everything(model))
+    calls = 0
+
+    def interrupted(module: nn.Module, batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:  # in the middle of the examples, one after another
+            raise KeyboardInterrupt
+        return module(batch[0]), batch[1]
+
+    with pytest.raises(KeyboardInterrupt):
+        memory.consolidate([(x, y)], forward=interrupted)
+    check(before, everything(model))
+    assert memory.tasks == 1
+
+
+def test_also_for_synaptic_intelligence(tmp_path: Any) -> None:
+    model, _, x, y = busy()
+    memory = limpet.SynapticIntelligence(model, prior_precision=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memory.protect(optimizer, examples=12):
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    before = everything(model)
+    memory.consolidate()
+    memory.penalty()
+    str(memory.report())
+    memory.forecast()
+    memory.save(tmp_path / "memory.safetensors")
+    limpet.load(tmp_path / "memory.safetensors", model)
     check(before, everything(model))
 
 

@@ -4,7 +4,7 @@ memory = limpet.OnlineLaplace(model, strength=3.0)
 for task in tasks:
     with memory.protect(optimizer, examples=len(task)):
         fit(model, optimizer, task)
-    memory.consolidate(task_loader)
+    memory.consolidate(task.loader)
 memory.save("memory.safetensors")
 """
 

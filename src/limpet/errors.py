@@ -55,6 +55,13 @@ def finite_number(name: str, value: Any) -> float:
     return float(value)
 
 
+def signed_number(name: str, value: Any) -> float:
+    """The value as a finite float of either sign."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(float(value)):
+        raise ValueError(f"{name} must be a finite number, not {value!r}")
+    return float(value)
+
+
 def positive_whole(name: str, value: Any) -> int:
     """The value as an int >= 1, whatever kind of whole number it is (numpy's too)."""
     try:

@@ -55,7 +55,7 @@ def read(path: str | Path, format_name: str) -> tuple[dict[str, Any], dict[str, 
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         if checksum(metadata["limpet"], tensors) != metadata["sha256"]:
             raise MemoryFileError(f"{path.name} is damaged: its content does not have the checksum its header states")
-        described = json.loads(metadata["limpet"])
+        described = json.loads(metadata["limpet"], parse_constant=_no_constant)
     except MemoryFileError:
         raise
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
@@ -63,6 +63,10 @@ def read(path: str | Path, format_name: str) -> tuple[dict[str, Any], dict[str, 
     if not isinstance(described, dict):
         raise MemoryFileError(f"{path.name} has a header that is not one of ours")
     return described, tensors
+
+
+def _no_constant(name: str) -> None:
+    raise MemoryFileError(f"the header of the file holds {name}, which no file of ours does")
 
 
 def _check_header_size(path: Path) -> None:

@@ -14,7 +14,10 @@ def inner_optimizer(optimizer: Any) -> Any:
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UnsupportedError(f"protect needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        raise UnsupportedError(
+            f"protect needs a torch.optim.Optimizer, not {type(optimizer).__name__}: with another kind of optimizer "
+            "add memory.penalty() / examples to the loss"
+        )
     return optimizer
 
 

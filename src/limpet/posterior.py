@@ -76,7 +76,7 @@ class Posterior:
         weights = self.weights()
         values = [held.value(weights) for held in self.held.values()]
         if not values:
-            raise LimpetError("the memory holds no block: the model has no trainable parameter to protect")
+            raise LimpetError("the memory holds no block: every parameter of the model is frozen or in exclude=[...]")
         return torch.stack([value.to(values[0].device) for value in values]).sum() + self.constant
 
     def start(self, block: Block) -> Held:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from limpet.curvature import plain, untouched
+from limpet.errors import positive_whole
 from limpet.likelihoods import Likelihood
 from limpet.posterior import Posterior
 
@@ -36,7 +37,7 @@ def predictive(
     generator: torch.Generator | None = None,
 ) -> Any:
     """The mean over drawn weights of E[targets | inputs, weights], in eval mode; the model itself stays as it is."""
-    total: Any = None
+    draws, total = positive_whole("draws", draws), None
     with untouched(posterior.model):
         for _ in range(draws):
             drawn = sample_weights(posterior, generator)

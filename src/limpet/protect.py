@@ -303,10 +303,15 @@ def _not_as_one(held: Held) -> UnsupportedError:
 
 def _sgd_step(group: dict[str, Any]) -> float:
     """The step size of SGD at rest: the momentum buffer there is (1 - dampening) / (1 - momentum) gradients."""
-    momentum = float(group["momentum"])
+    momentum, dampening = float(group["momentum"]), float(group["dampening"])
     if not momentum:
         return float(group["lr"])
-    return float(group["lr"]) * (1 - float(group["dampening"])) / (1 - momentum)
+    if not 0 <= momentum < 1 or not 0 <= dampening < 1:
+        raise UnsupportedError(
+            f"SGD with momentum {momentum:g} and dampening {dampening:g} has no step size at rest: keep both below 1, "
+            "or use mode='gradient'"
+        )
+    return float(group["lr"]) * (1 - dampening) / (1 - momentum)
 
 
 def _mode(optimizer: Any, mode: str, every: int) -> str:

@@ -93,7 +93,7 @@ def _note(held: Held, name: str, parameter: nn.Parameter, unused: Collection[str
     if not parameter.requires_grad:
         return "frozen since it was measured"
     if held.block.kind == DIRECT:
-        return "used by no layer class: exact diagonal, example by example"
+        return "not seen by any layer class: exact diagonal, example by example"
     return held.block.kind
 
 

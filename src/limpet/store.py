@@ -16,7 +16,7 @@ from torch import Tensor
 
 from limpet import files
 from limpet.curvature import DIRECT, Block
-from limpet.errors import LimpetError, MemoryFileError, finite_number, positive_whole
+from limpet.errors import LimpetError, MemoryFileError, finite_number, positive_whole, signed_number
 from limpet.posterior import Held, Posterior
 from limpet.precision import STRUCTURES
 from limpet.protect import ProximalState
@@ -24,7 +24,7 @@ from limpet.version import __version__
 
 FORMAT = "limpet memory"
 NEVER_NEGATIVE = ("diagonal", "diagonal.weighted", "eigenvalues", "eigenvalues.weighted", "trace")
-DTYPES = {torch.float32: "F32", torch.float64: "F64"}
+DTYPES = (torch.float32, torch.float64)
 
 
 class State(TypedDict):
@@ -127,7 +127,7 @@ class Settings:
         return value
 
 
-def check_settings(state: State, expected: Mapping[str, str]) -> None:
+def check_settings(state: State, expected: Mapping[str, Any]) -> None:
     """Refuse a state that another kind of memory made."""
     with refusing():
         for name, value in expected.items():
@@ -169,7 +169,7 @@ def restore(
             if block is None or block.kind != entry["kind"] or list(block.shape) != entry["shape"]:
                 raise MemoryFileError(
                     f"{entry['name']}: the memory has {', '.join(entry['parameters'])} as one {entry['kind']} block, "
-                    "the model uses them in another way"
+                    "and the model uses them in another way: load it into a model built as the one it was made for"
                 )
             held[block.name] = _restore_block(entry, block, tensors, posterior)
         proximal = _restore_proximal(metadata["proximal"], held, tensors, posterior)
@@ -178,7 +178,7 @@ def restore(
         extra = {key.removeprefix("extra/"): tensors.pop(key) for key in list(tensors) if key.startswith("extra/")}
         if tensors:
             raise MemoryFileError(f"tensors that belong to no block: {', '.join(sorted(tensors)[:3])}")
-        return held, float(metadata["constant"]), proximal, extra
+        return held, signed_number("constant", metadata["constant"]), proximal, extra
 
 
 def _compare(entries: Sequence[Mapping[str, Any]], posterior: Posterior) -> None:
@@ -197,7 +197,9 @@ def _compare(entries: Sequence[Mapping[str, Any]], posterior: Posterior) -> None
     if other:
         parts.append("; ".join(other[:5]) + (" and more" if len(other) > 5 else ""))
     if parts:
-        raise MemoryFileError(f"the memory was made for another model: {'; '.join(parts)}")
+        raise MemoryFileError(
+            f"the memory was made for another model: {'; '.join(parts)}. Load it into a model built as that one was"
+        )
 
 
 def _restore_block(entry: Mapping[str, Any], block: Block, tensors: dict[str, Tensor], posterior: Posterior) -> Held:
@@ -221,7 +223,9 @@ def _restore_block(entry: Mapping[str, Any], block: Block, tensors: dict[str, Te
     inner = f"{prefix}precision/"
     kept = {key.removeprefix(inner): take(key.removeprefix(prefix)) for key in list(tensors) if key.startswith(inner)}
     for key, tensor in kept.items():
-        if key.endswith(NEVER_NEGATIVE) and bool((tensor < 0).any()):
+        square = tensor.dim() >= 2 and (key.startswith(("terms.", "matrix")))
+        entries = tensor.diagonal(dim1=-2, dim2=-1) if square else tensor
+        if (square or key.endswith(NEVER_NEGATIVE)) and bool((entries < 0).any()):
             raise ValueError(f"{inner}{key} is negative somewhere")
     kind = STRUCTURES[entry["structure"]]
     if kind.structure != posterior.structure.of(block):

@@ -20,6 +20,10 @@ TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 def check_batches(batches: Any) -> None:
     """Refuse what looks like one batch where many are expected."""
+    if not isinstance(batches, Iterable):
+        raise CurvatureError(
+            f"batches must be a loader, a list or another iterable of batches, not a {type(batches).__name__}"
+        )
     pair = isinstance(batches, tuple) and all(isinstance(item, Tensor) for item in batches)
     if pair or isinstance(batches, Tensor | Mapping):
         raise CurvatureError("this is one batch, not an iterable of batches: put it into a list, [(inputs, targets)]")

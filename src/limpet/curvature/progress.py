@@ -8,14 +8,14 @@ from typing import Any
 class Progress:
     """Counts examples. A person at a terminal sees a bar after a second; a short pass shows nothing."""
 
-    def __init__(self, total: int | None, *, show: bool, unit: str = "examples") -> None:
+    def __init__(self, total: int | None, *, show: bool) -> None:
         self._bar: Any = None
         if show:
             try:
                 from tqdm.auto import tqdm
             except ImportError:
                 return
-            self._bar = tqdm(total=total, desc="limpet: curvature", unit=f" {unit}", delay=1.0, leave=False)
+            self._bar = tqdm(total=total, desc="limpet: curvature", unit=" examples", delay=1.0, leave=False)
 
     def update(self, count: int) -> None:
         """Count some more."""

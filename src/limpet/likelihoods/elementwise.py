@@ -15,9 +15,20 @@ from limpet.likelihoods.base import Likelihood, Outputs, one_tensor
 
 
 class Bernoulli(Likelihood):
-    """Independent logits -> sigmoid: outputs (examples, ...) and targets 0 or 1 of the same shape."""
+    """Independent logits -> sigmoid: outputs (examples, ...) and targets 0 or 1 of the same shape.
+
+    >>> Bernoulli().loss(torch.zeros(4, 1), torch.ones(4, 1))
+    tensor(0.6931)
+    """
 
     name = "bernoulli"
+
+    def count(self, outputs: Outputs, targets: Any) -> int:
+        if targets is not None:
+            _, labels = _paired(outputs, targets)
+            if bool(((labels < 0) | (labels > 1)).any()):
+                raise UnsupportedError("Bernoulli targets lie between 0 and 1: for class numbers use 'categorical'")
+        return super().count(outputs, targets)
 
     def negative_log_likelihood(self, outputs: Outputs, targets: Any) -> Tensor:
         return F.binary_cross_entropy_with_logits(*_paired(outputs, targets), reduction="sum")

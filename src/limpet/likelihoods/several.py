@@ -37,7 +37,9 @@ class Several(Likelihood):
     def _each(self, outputs: Outputs, targets: Any) -> Iterator[tuple[Likelihood, Tensor, Any]]:
         tensors = as_tensors(outputs)
         if len(tensors) != len(self.parts):
-            raise UnsupportedError(f"{len(tensors)} outputs for {len(self.parts)} likelihoods")
+            raise UnsupportedError(
+                f"the model gave {len(tensors)} outputs and there are {len(self.parts)} likelihoods: give one for each"
+            )
         return zip(self.parts, tensors, [None] * len(tensors) if targets is None else targets, strict=True)
 
     def negative_log_likelihood(self, outputs: Outputs, targets: Any) -> Tensor:

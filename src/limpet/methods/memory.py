@@ -151,7 +151,14 @@ class Memory(ABC):
     def penalty(self) -> Tensor:
         """1/2 (w - mean)^T L (w - mean) as a differentiable scalar, not yet divided by the examples.
 
-        For people who would rather add it to the loss: `loss + memory.penalty() / examples`.
+        For people who would rather add it to the loss:
+
+        >>> import limpet
+        >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(20, 3), torch.randint(0, 2, (20,))
+        >>> memory = limpet.OnlineLaplace(model)
+        >>> memory.consolidate([(x, y)])
+        >>> loss = torch.nn.functional.cross_entropy(model(x), y) + memory.penalty() / len(x)
+        >>> loss.backward()
         """
         return self.posterior.penalty()
 
@@ -164,7 +171,15 @@ class Memory(ABC):
         return sample_weights(self.posterior, generator)
 
     def predictive(self, inputs: Any, *, draws: int = 20, generator: torch.Generator | None = None) -> Any:
-        """Predictions averaged over weights drawn from the memory: class probabilities for a categorical."""
+        """Predictions averaged over weights drawn from the memory: class probabilities for a categorical.
+
+        >>> import limpet
+        >>> model = torch.nn.Linear(3, 2)
+        >>> memory = limpet.OnlineLaplace(model)
+        >>> memory.consolidate([(torch.randn(20, 3), torch.randint(0, 2, (20,)))])
+        >>> memory.predictive(torch.zeros(5, 3)).sum(1)
+        tensor([1.0000, 1.0000, 1.0000, 1.0000, 1.0000])
+        """
         return predictive(self.posterior, self.likelihood, inputs, draws=draws, generator=generator)
 
     def report(self) -> Report:
@@ -217,12 +232,15 @@ class Memory(ABC):
     def load_state_dict(self, state: store.State) -> None:
         """Take over a state that `state_dict` made, for the same method, structure and model; all of it or nothing."""
         self._refuse_inside_protect()
-        store.check_settings(state, {"method": self.method, "structure": self.structure})
-        previous = self._direct, self.exclude
+        expected = {"method": self.method, "structure": self.structure, "likelihood": self.likelihood.describe()}
+        store.check_settings(state, expected)
+        previous = self._direct, self.exclude, self.posterior.structure
         try:
             with store.refusing():
                 settings = store.Settings(state)
+                max_side = positive_whole("max_side", settings.whole("max_side"))
                 self._direct, self.exclude = store.direct_parameters(state), tuple(settings.names("exclude"))
+                self.posterior.structure = Structure(self.structure, max_side)
                 attributes = self._read_settings(settings)
                 prior_precision = settings.number("prior_precision")
                 prior_mean = settings.choice("prior_mean", PRIOR_MEANS)
@@ -230,7 +248,7 @@ class Memory(ABC):
                 held, constant, proximal, extra = store.restore(state, blocks, self.posterior)
                 attributes.update(self._read_extra(settings, extra))
         except MemoryFileError:
-            self._direct, self.exclude = previous
+            self._direct, self.exclude, self.posterior.structure = previous
             raise
         for name, value in attributes.items():
             setattr(self, name, value)

@@ -22,6 +22,7 @@ Facts = dict[str, Any]
 class Precision(ABC):
     """The precision L = prior * I + sum of strength_t F_t of one block, a matrix W of shape (..., out, in).
 
+    These verbs are what protection, forecasts, predictions and marginal likelihoods are made of.
     A precision never changes: `add`, `scale` and `to` give a new one. `v` is everywhere a tensor in the shape
     of the block, and stands for the vector of its entries.
     """
@@ -111,9 +112,7 @@ def noise(shape: torch.Size, like: Tensor, generator: torch.Generator | None) ->
 def inverse_root(eigenvalues: Tensor) -> Tensor:
     """1 / sqrt(eigenvalues), refused where a direction has no precision at all."""
     if not bool((eigenvalues > 0).all()):
-        raise LimpetError(
-            "the precision is singular, so it has no inverse: give prior_precision > 0 (the default is 1.0)"
-        )
+        raise LimpetError("the precision is singular, so it has no inverse: give prior_precision > 0")
     return eigenvalues.rsqrt()
 
 
