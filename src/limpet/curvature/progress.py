@@ -1,12 +1,16 @@
-"""A progress bar where tqdm is installed, and nothing where it is not."""
+"""Progress of a long pass: a bar by tqdm where it is installed, a counting line where it is not."""
 
 from __future__ import annotations
 
+import sys
+import time
 from typing import Any
+
+LABEL = "limpet: curvature"
 
 
 class Progress:
-    """Counts examples. A person at a terminal sees a bar after a second; a short pass shows nothing."""
+    """Counts examples. A person at a terminal sees it after a second; a short pass shows nothing."""
 
     def __init__(self, total: int | None, *, show: bool) -> None:
         self._bar: Any = None
@@ -14,8 +18,9 @@ class Progress:
             try:
                 from tqdm.auto import tqdm
             except ImportError:
-                return
-            self._bar = tqdm(total=total, desc="limpet: curvature", unit=" examples", delay=1.0, leave=False)
+                self._bar = CountingLine(total)
+            else:
+                self._bar = tqdm(total=total, desc=LABEL, unit=" examples", delay=1.0, leave=False)
 
     def update(self, count: int) -> None:
         """Count some more."""
@@ -23,6 +28,31 @@ class Progress:
             self._bar.update(count)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Take it away."""
         if self._bar is not None:
             self._bar.close()
+
+
+class CountingLine:
+    """One line on a terminal's standard error, written anew at most once a second."""
+
+    def __init__(self, total: int | None) -> None:
+        self.total = "" if total is None else f" of {total:,}"
+        self.count = 0
+        self._last = time.monotonic()
+        self._shown = False
+
+    def update(self, count: int) -> None:
+        """Count some more."""
+        self.count += count
+        now = time.monotonic()
+        if now - self._last >= 1 and sys.stderr.isatty():
+            self._last, self._shown = now, True
+            sys.stderr.write(f"\r{LABEL}: {self.count:,}{self.total} examples")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        """Wipe the line."""
+        if self._shown:
+            sys.stderr.write("\r" + " " * 79 + "\r")
+            sys.stderr.flush()
