@@ -387,3 +387,21 @@ def test_a_layer_that_was_registered_is_measured() -> None:
     assert not check_diagonals(model, x, y, [(x, y)])
     del layers._REGISTRY[Gain]
     assert check_diagonals(model, x, y, [(x, y)]) == {"0.weight"}
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "kronecker-sum"])
+@pytest.mark.parametrize("method", [limpet.OnlineLaplace, limpet.PerTaskLaplace])
+def test_a_known_layer_that_is_used_otherwise_becomes_its_diagonal(structure: str, method: Any) -> None:
+    torch.manual_seed(0)
+    model, x, y = Changing().double(), torch.randn(6, 4).double(), torch.randint(0, 3, (6,))
+    x[:3, -1], x[3:, -1] = -1, 1  # the first task calls the layer, the second hands its weights to a function
+    memory = method(model, structure=structure, strength=2.0)
+    memory.consolidate([(x[:3], y[:3])])
+    known = memory.posterior.held["a"]
+    expected, _ = known.block.split((known.precision.dense().diagonal() - 1).reshape(known.block.shape))
+    with pytest.warns(FallbackWarning, match=r"a\.weight"):
+        memory.consolidate([(x[3:], y[3:])])
+    held = memory.posterior.held["a.weight"]
+    fresh = dense_fisher(model, held.block, x[3:], y[3:], CATEGORICAL).diagonal()
+    assert held.tasks == 2
+    close(held.precision.dense().diagonal(), 1 + expected.flatten() + 2 * fresh)

@@ -400,8 +400,10 @@ def test_heads_that_go_or_grow() -> None:
     memory.consolidate(task(0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[1] = nn.Linear(5, 6).double()
+    known = dict(memory.posterior.held)
     with pytest.raises(LimpetError, match=r"was \(3, 5\) .* is \(6, 5\) .*exclude=\['1'\]"):
         memory.protect(optimizer, examples=20)
+    assert memory.posterior.held == known
     del model[1]
     with pytest.warns(NotProtectedWarning, match="no longer has"), memory.protect(optimizer, examples=20):
         pass

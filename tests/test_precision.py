@@ -102,6 +102,13 @@ def test_the_applier_is_apply(one: tuple[Precision, Tensor]) -> None:
         close(other.applier()(v), other.apply(v), 1e-12)
 
 
+def test_diagonals_are_those_of_the_dense_matrix(one: tuple[Precision, Tensor]) -> None:
+    precision, L = one
+    plain, total = precision.diagonals()
+    close(total.flatten() + 0.7, L.diagonal())
+    close(plain.flatten(), (L.diagonal() - 0.7) / 2.5)
+
+
 def test_quadratic_is_differentiable(one: tuple[Precision, Tensor]) -> None:
     precision, L = one
     v = torch.randn(precision.shape, dtype=torch.float64, requires_grad=True)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from limpet.curvature import Block, Structure, named_parameters
+from limpet.curvature import DIRECT, Block, Structure, named_parameters
 from limpet.errors import LimpetError, NotProtectedWarning, warn
-from limpet.precision import STRUCTURES, Kronecker, KroneckerSum, Precision
+from limpet.precision import STRUCTURES, Diagonal, Kronecker, KroneckerSum, Precision
+from limpet.precision.weighted import WeightedSum
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,19 @@ class Held:
     def proximal(self, d: Tensor, step: float) -> Tensor:
         """argmin over e of 1/(2 step) ||e - d||^2 + penalty(mean + e): the displacement d, pulled back."""
         return self.precision.proximal(d if self.slope is None else d - step * self.slope, step)
+
+    def as_diagonals(self) -> list[Held]:
+        """The same parameters, each by itself, with what is known of them as a diagonal."""
+        pieces = []
+        block = self.block
+        columns = [block.split(tensor) for tensor in (self.mean, *self.precision.diagonals())]
+        slopes = [None] * len(block.parameters) if self.slope is None else block.split(self.slope)
+        for part, mean, plain, total, slope in zip(block.made_direct(), *columns, slopes, strict=True):
+            values = WeightedSum(part.matrix([plain]), part.matrix([total]))
+            diagonal = Diagonal(part.shape, self.precision.prior, values)
+            kept = None if slope is None else part.matrix([slope])
+            pieces.append(Held(part, part.matrix([mean]), diagonal, kept, self.tasks))
+        return pieces
 
     @property
     def nbytes(self) -> int:
@@ -101,10 +115,21 @@ class Posterior:
     def arrange(self, blocks: Sequence[Block]) -> None:
         """Make the blocks those of the model as it is now, or as a pass found it must be measured.
 
-        New parameters start from the prior. A block that no task has gone into yet may be cut up otherwise; one
-        that holds tasks stays, and changing it is an error.
+        New parameters start from the prior. A block that no task has gone into yet may be cut up otherwise; one that
+        holds tasks stays, or becomes its diagonal where from now on it has to be measured example by example.
         """
+        before = dict(self.held)
+        try:
+            self._arrange(blocks)
+        except LimpetError:
+            self.held = before
+            raise
+
+    def _arrange(self, blocks: Sequence[Block]) -> None:
         self._drop_deleted()
+        self._turn_to_diagonals(
+            {b.parameters[0] for b in blocks if b.kind == DIRECT and self.structure.of(b) == "diagonal"}
+        )
         by_parameters = {held.block.parameters: held for held in self.held.values()}
         wanted = {block.parameters for block in blocks}
         covered = {name for block in blocks for name in block.parameters}
@@ -125,6 +150,13 @@ class Posterior:
                 arranged[held.block.name] = held  # frozen since: its weights stay, and so does what is known
         self.held = arranged
         self._follow_devices()
+
+    def _turn_to_diagonals(self, direct: set[str]) -> None:
+        """Take known blocks apart whose parameters are all used directly now."""
+        for name, held in list(self.held.items()):
+            if held.tasks and held.block.kind != DIRECT and direct.issuperset(held.block.parameters):
+                del self.held[name]
+                self.held.update({piece.block.name: piece for piece in held.as_diagonals()})
 
     def _drop_deleted(self) -> None:
         """Leave out blocks whose parameters the model no longer has; refuse those that have another shape."""

@@ -80,6 +80,10 @@ class Precision(ABC):
         """L as a matrix, W flattened row by row. For small blocks and tests."""
 
     @abstractmethod
+    def diagonals(self) -> tuple[Tensor, Tensor]:
+        """The diagonals of the sum of F_t and of the sum of strength_t F_t, in the shape of the block."""
+
+    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """The tensors to keep, by name."""
 

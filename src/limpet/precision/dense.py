@@ -81,6 +81,10 @@ class Dense(Precision):
             n, dtype=self.matrix.plain.dtype, device=self.matrix.plain.device
         )
 
+    def diagonals(self) -> tuple[Tensor, Tensor]:
+        plain, total = self.matrix.plain.diagonal(), self.matrix.total.diagonal()
+        return plain.reshape(self.shape), total.reshape(self.shape)
+
     def tensors(self) -> dict[str, Tensor]:
         return self.matrix.tensors("matrix")
 

@@ -69,6 +69,9 @@ class Diagonal(Precision):
     def dense(self) -> Tensor:
         return torch.diag(self._full.flatten())
 
+    def diagonals(self) -> tuple[Tensor, Tensor]:
+        return self.values.plain, self.values.total
+
     def tensors(self) -> dict[str, Tensor]:
         return self.values.tensors("diagonal")
 

@@ -207,6 +207,14 @@ class Kronecker(Precision):
         identity = torch.eye(n, dtype=self.values.plain.dtype, device=self.values.plain.device)
         return torch.stack([self.apply(row.reshape(self.shape)).flatten() for row in identity])
 
+    def diagonals(self) -> tuple[Tensor, Tensor]:
+        def in_place(values: Tensor) -> Tensor:
+            if self.outputs.vectors is not None:
+                values = self.outputs.vectors.square() @ values
+            return values if self.inputs.vectors is None else values @ self.inputs.vectors.square().mT
+
+        return in_place(self.values.plain), in_place(self.values.total)
+
     def tensors(self) -> dict[str, Tensor]:
         kept = self.values.tensors("eigenvalues")
         for name, basis in (("inputs", self.inputs), ("outputs", self.outputs)):

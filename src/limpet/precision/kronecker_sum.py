@@ -129,6 +129,15 @@ class KroneckerSum(Precision):
         identity = torch.eye(n, dtype=self._like.dtype, device=self._like.device)
         return torch.stack([self.apply(row.reshape(self.shape)).flatten() for row in identity])
 
+    def diagonals(self) -> tuple[Tensor, Tensor]:
+        plain = torch.zeros(self.shape, dtype=self._like.dtype, device=self._like.device)
+        total = plain.clone()
+        for term, strength in zip(self.terms, self.strengths, strict=True):
+            h = _diagonal_of(term.outputs, term.outputs_diagonal).unsqueeze(-1)
+            product = (h * _diagonal_of(term.inputs, term.inputs_diagonal).unsqueeze(-2)).to(plain)
+            plain, total = plain + product, total + strength * product
+        return plain, total
+
     def tensors(self) -> dict[str, Tensor]:
         kept = {f"eigenbasis.{name}": tensor for name, tensor in self.eigenbasis.tensors().items()}
         for i, term in enumerate(self.terms):
