@@ -62,12 +62,17 @@ def signed_number(name: str, value: Any) -> float:
     return float(value)
 
 
-def positive_whole(name: str, value: Any) -> int:
-    """The value as an int >= 1, whatever kind of whole number it is (numpy's too)."""
+def whole_number(name: str, value: Any, *, least: int = 0) -> int:
+    """The value as an int >= `least`, whatever kind of whole number it is (numpy's too)."""
     try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        number = -1
-    if number < 1:
-        raise ValueError(f"{name} must be a whole number >= 1, not {value!r}")
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{name} must be a whole number >= {least}, not {value!r}")
     return number
+
+
+def positive_whole(name: str, value: Any) -> int:
+    """The value as an int >= 1."""
+    return whole_number(name, value, least=1)

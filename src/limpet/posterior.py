@@ -195,7 +195,9 @@ class Posterior:
         means: dict[str, Tensor] = dict(zip(block.parameters, block.split(fresh.mean), strict=True))
         for held in self.held.values():
             shared = set(held.block.parameters) & set(block.parameters)
-            if shared and held.tasks:
+            if not shared:
+                continue
+            if held.tasks:
                 raise LimpetError(
                     f"{held.block.name} was measured as {held.block.kind} before and cannot be measured so any more; "
                     "the model uses its weights in another way now: begin a new memory"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from limpet import files
 from limpet.curvature import DIRECT, Block
-from limpet.errors import LimpetError, MemoryFileError, finite_number, positive_whole, signed_number
+from limpet.errors import LimpetError, MemoryFileError, finite_number, positive_whole, signed_number, whole_number
 from limpet.posterior import Held, Posterior
 from limpet.precision import STRUCTURES
 from limpet.protect import ProximalState
@@ -100,10 +100,7 @@ class Settings:
 
     def whole(self, name: str) -> int:
         """A whole number >= 0."""
-        value = self._values[name]
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} must be a whole number >= 0, not {value!r}")
-        return value
+        return whole_number(name, self._values[name])
 
     def choice(self, name: str, choices: Collection[str]) -> str:
         """One of some words."""
@@ -230,9 +227,7 @@ def _restore_block(entry: Mapping[str, Any], block: Block, tensors: dict[str, Te
     kind = STRUCTURES[entry["structure"]]
     if kind.structure != posterior.structure.of(block):
         raise ValueError(f"{block.name} is {kind.structure}, expected {posterior.structure.of(block)}")
-    tasks = entry["tasks"]
-    if isinstance(tasks, bool) or not isinstance(tasks, int) or tasks < 0:
-        raise ValueError(f"tasks must be a whole number, not {tasks!r}")
+    tasks = whole_number("tasks", entry["tasks"])
     return Held(block, mean, kind.restore(block.shape, kept, entry["precision"]), slope, tasks)
 
 

@@ -98,12 +98,8 @@ class KroneckerAccumulator(Accumulator):
 
     def add_gradients(self, calls: Sequence[Call]) -> None:
         for call in calls:
-            if call.gradient is None:
-                continue
             side = "in" if call.layer.data_left else "out"
-            gradient = call.gradient
-            if isinstance(call.layer, Embedding):
-                gradient = call.layer.masked_gradient(call)
+            gradient = call.layer.gradient_rows(call)
             total = self._side(self.gradients, call.layer.kind, side, diagonal=self.diagonal[side])
             add_gram(total, gradient.flatten(-3, -2), ones=False, diagonal=self.diagonal[side])
 

@@ -157,12 +157,10 @@ def not_by_example(
         }
 
 
-def _rows(each: Call) -> int:
-    return each.data.numel() if not each.data.is_floating_point() else each.data.shape[-3] * each.data.shape[-2]
-
-
 def _scales(calls: Sequence[Call], alone: Sequence[Call], count: int, needs_examples: bool) -> bool:
-    if len(calls) != len(alone) or any(_rows(a) != count * _rows(b) for a, b in zip(calls, alone, strict=True)):
+    if len(calls) != len(alone) or any(
+        a.layer.row_count(a) != count * b.layer.row_count(b) for a, b in zip(calls, alone, strict=True)
+    ):
         return False
     firsts = zip(calls, alone, strict=True)
     return not needs_examples or all(
@@ -172,9 +170,9 @@ def _scales(calls: Sequence[Call], alone: Sequence[Call], count: int, needs_exam
 
 def _plausible(calls: Sequence[Call], count: int, needs_examples: bool) -> bool:
     """As far as it can be told from a batch that cannot be cut."""
-    if any(_rows(each) % count for each in calls):
+    if any(each.layer.row_count(each) % count for each in calls):
         return False
-    firsts = [each.layer.example_count(each) == count and _rows(each) != count * count for each in calls]
+    firsts = [each.layer.example_count(each) == count and each.layer.row_count(each) != count * count for each in calls]
     return not needs_examples or all(firsts)
 
 

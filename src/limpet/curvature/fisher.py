@@ -132,17 +132,17 @@ class FisherPass:
         return self._result(examples, total)
 
     def _read(self, batches: Iterable[Any], limit: int | None, bar: Progress, checkpoint: Checkpoint | None) -> None:
-        bar.update(self.seen)
         known = self.batches
         with ExitStack() as stack:
             stack.callback(bar.close)
+            bar.update(self.seen)
+            if limit is not None and self.seen >= limit:
+                return  # a pass that was stopped when it had all it wanted
             stack.enter_context(untouched(self.model, batches))
             stack.enter_context(_eager())
             stack.enter_context(_plain_recurrence(self.model))
             stack.enter_context(self.recorder.attached(self.blocks))
             for number, batch in enumerate(batches):
-                if limit is not None and self.seen >= limit:
-                    break
                 if number < known:
                     continue  # read before the pass was stopped
                 before = self.seen
@@ -245,11 +245,11 @@ class FisherPass:
         watched = {name: self.parameters[name] for block in silent for name in block.parameters}
         roots = self._roots(outputs, targets)
         kept: list[tuple[Tensor, ...]] = []
-        following = next(roots, None)
+        following, first = next(roots, None), True
         while following is not None:
             root, following = following, next(roots, None)
-            first = not kept
-            kept.append(root)
+            if direct:
+                kept.append(root)
             wanted = [*self.recorder.edges, *(watched.values() if first else ())]
             if not wanted:
                 continue
@@ -261,6 +261,7 @@ class FisherPass:
                 self.recorder.take(gradients[:edges])
                 for block in hooked:
                     self._add(block, data=first)
+            first = False
         if direct:
             self._accumulate_direct(direct, batch, tensors, kept)
 

@@ -75,6 +75,14 @@ class Layer(ABC):
     def example_count(self, call: Call) -> int:
         """How many examples the call had."""
 
+    def row_count(self, call: Call) -> int:
+        """How many rows the call had: examples times positions."""
+        return call.data.shape[-3] * call.data.shape[-2]
+
+    def gradient_rows(self, call: Call) -> Tensor:
+        """The gradients that belong to the weights: (..., examples, positions, side)."""
+        return _known(call)
+
     def squares(self, call: Call) -> Tensor | None:
         """The sum over examples of the squared gradients, where there is a way without the gradients."""
         return None

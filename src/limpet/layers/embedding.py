@@ -41,27 +41,30 @@ class Embedding(Layer):
             counts[self.module.padding_idx] = 0
         return counts
 
-    def masked_gradient(self, call: Call) -> Tensor:
+    def gradient_rows(self, call: Call) -> Tensor:
         """The gradient in the output, zero where the token is the padding token."""
         g = _known(call)
         if self.module.padding_idx is None:
             return g
         return g.masked_fill((call.data == self.module.padding_idx).unsqueeze(-1), 0)
 
+    def row_count(self, call: Call) -> int:
+        return call.data.numel()
+
     def example_count(self, call: Call) -> int:
         return call.data.shape[0]
 
     def example_gradients(self, call: Call, examples: slice) -> Tensor:
-        g, tokens = self.masked_gradient(call)[examples], call.data[examples]
+        g, tokens = self.gradient_rows(call)[examples], call.data[examples]
         result = g.new_zeros(len(g), self.module.num_embeddings, g.shape[-1])
         return result.scatter_add_(1, tokens.unsqueeze(-1).expand_as(g), g)
 
     def total_gradient(self, call: Call) -> Tensor:
-        g = self.masked_gradient(call).flatten(0, 1)
+        g = self.gradient_rows(call).flatten(0, 1)
         return g.new_zeros(self.module.num_embeddings, g.shape[-1]).index_add_(0, call.data.flatten(), g)
 
     def squares(self, call: Call) -> Tensor:
-        g, tokens = self.masked_gradient(call), call.data
+        g, tokens = self.gradient_rows(call), call.data
         size = self.module.num_embeddings
         example = torch.arange(len(tokens), device=tokens.device).unsqueeze(-1)
         pairs, place = torch.unique(example * size + tokens, return_inverse=True)

@@ -11,7 +11,7 @@ from torch import nn
 
 from limpet import store
 from limpet.curvature import DIRECT, FISHERS, Checkpoint, Fisher, FisherPass, Forward
-from limpet.errors import FallbackWarning, NotProtectedWarning, finite_number, positive_whole, warn
+from limpet.errors import FallbackWarning, NotProtectedWarning, positive_whole, warn, whole_number
 from limpet.likelihoods import Likelihood
 from limpet.methods.memory import MAX_SIDE, Memory
 from limpet.posterior import Held
@@ -38,7 +38,7 @@ class Laplace(Memory):
     ) -> None:
         if fisher not in FISHERS:
             raise ValueError(f"fisher must be one of {', '.join(FISHERS)}, not {fisher!r}")
-        self.fisher, self.draws, self.seed = fisher, positive_whole("draws", draws), int(finite_number("seed", seed))
+        self.fisher, self.draws, self.seed = fisher, positive_whole("draws", draws), whole_number("seed", seed)
         super().__init__(
             model,
             likelihood=likelihood,
