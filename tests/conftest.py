@@ -6,6 +6,10 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
+from experiment_data import cache_folder, mirror, small_data
+
+__all__ = ["benchmark", "cache_folder", "mirror", "small_data"]
+
 
 def benchmark(name: str) -> ModuleType:
     """A script of benchmarks/ as a module."""

@@ -37,9 +37,22 @@ def write(path: str | Path, format_name: str, description: Mapping[str, Any], te
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         save_file(kept, temporary, metadata)
+        _order_header(temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _order_header(path: Path) -> None:
+    """Sort the header's metadata, which safetensors writes in a random order, so that equal content is equal bytes."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(ordered) <= size:
+            file.seek(8)
+            file.write(ordered.ljust(size))
 
 
 def read(path: str | Path, format_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -98,7 +98,13 @@ def _describe(batch: Any) -> str:
 
 
 def total_examples(batches: Iterable[Any]) -> int | None:
-    """How many examples a loader holds, where it can say so without being read."""
+    """How many examples a loader holds, where it can say so without being read.
+
+    A loader of one's own says it with a whole number called `examples`.
+    """
+    stated = getattr(batches, "examples", None)
+    if isinstance(stated, int):
+        return stated
     if not isinstance(batches, DataLoader) or batches.drop_last or not hasattr(batches.dataset, "__len__"):
         return None
     if type(batches.batch_sampler) is not BatchSampler or batches.batch_sampler.sampler is not batches.sampler:

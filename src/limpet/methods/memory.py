@@ -177,8 +177,8 @@ class Memory(ABC):
         >>> model = torch.nn.Linear(3, 2)
         >>> memory = limpet.OnlineLaplace(model)
         >>> memory.consolidate([(torch.randn(20, 3), torch.randint(0, 2, (20,)))])
-        >>> memory.predictive(torch.zeros(5, 3)).sum(1)
-        tensor([1.0000, 1.0000, 1.0000, 1.0000, 1.0000])
+        >>> memory.predictive(torch.zeros(5, 3)).sum(1).round(decimals=4)
+        tensor([1., 1., 1., 1., 1.])
         """
         return predictive(self.posterior, self.likelihood, inputs, draws=draws, generator=generator)
 

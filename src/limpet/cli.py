@@ -1,0 +1,252 @@
+"""The command line: `limpet run`, `limpet sweep`, `limpet report`, `limpet list`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from limpet.errors import LimpetError, LimpetWarning
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ImportError as missing:  # the core is installed without the extra
+    sys.exit(f"limpet: the command line needs {missing.name}: pip install 'limpet[experiments]'")
+
+if TYPE_CHECKING:
+    from limpet.experiments import Preset, Recipe
+
+app = typer.Typer(
+    help="Networks that learn new things without forgetting the old ones: the experiments, one command each.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+console = Console()
+
+Experiment = Annotated[str, typer.Argument(help="A task sequence: `limpet list` shows them.")]
+Method = Annotated[str | None, typer.Option(help="What is done against forgetting: `limpet list` shows them.")]
+Structure = Annotated[str | None, typer.Option(help="kronecker, diagonal, kronecker-sum or dense.")]
+Tasks = Annotated[int | None, typer.Option(help="How many tasks, where the sequence leaves it open.")]
+Scenario = Annotated[str | None, typer.Option(help="task, domain or class, for split sequences.")]
+Strength = Annotated[float | None, typer.Option(help="What the Fisher is multiplied by (for si: its c).")]
+Epochs = Annotated[int | None, typer.Option(help="Epochs a task.")]
+Seeds = Annotated[list[int], typer.Option("--seed", help="Repeat the option for several seeds.")]
+PresetName = Annotated[str | None, typer.Option("--preset", help="'paper' for the paper's settings, or a YAML file.")]
+Settings = Annotated[list[str], typer.Option("--set", help="Any setting of a recipe: --set training.lr=0.1")]
+Files = Annotated[list[Path], typer.Option("--with", help="A Python file that registers methods, tasks or networks.")]
+Threads = Annotated[int | None, typer.Option(help="Threads of one run.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on where it stopped.")]
+
+
+@app.command("run")
+def run_command(
+    experiment: Experiment,
+    method: Method = None,
+    structure: Structure = None,
+    tasks: Tasks = None,
+    scenario: Scenario = None,
+    strength: Strength = None,
+    epochs: Epochs = None,
+    seed: Seeds = [0],  # noqa: B006
+    preset: PresetName = None,
+    setting: Settings = [],  # noqa: B006
+    files: Files = [],  # noqa: B006
+    threads: Threads = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run; by default runs/EXPERIMENT/METHOD/seedN.")
+    ] = None,
+    resume: Resume = False,
+) -> None:
+    """Learn a sequence of tasks with one method, and write a folder with everything that came of it.
+
+    limpet run permuted-mnist --method online-laplace --structure kronecker --seed 0 --seed 1
+    """
+    from limpet.experiments import run
+    from limpet.experiments.console import Bars, show_metrics
+
+    chosen, _, words = _recipe(
+        experiment, method, structure, tasks, scenario, strength, epochs, preset, setting, files, threads
+    )
+    if out is not None and len(seed) > 1:
+        raise LimpetError("--out is the folder of one run: leave it out where there are several seeds")
+    for number in seed:
+        recipe = chosen.model_copy(update={"seed": number})
+        folder = out or _folder(recipe, words) / f"seed{number}"
+        with Bars(f"{_key(recipe)}, {recipe.label}, seed {number}", console) as bars:
+            record = run(recipe, folder, resume=resume, watcher=bars)
+        show_metrics(console, record)
+        console.print(f"  [dim]{folder}[/dim]", highlight=False)
+
+
+@app.command("sweep")
+def sweep_command(
+    experiment: Experiment,
+    method: Method = None,
+    structure: Structure = None,
+    tasks: Tasks = None,
+    scenario: Scenario = None,
+    epochs: Epochs = None,
+    seed: Seeds = [0],  # noqa: B006
+    preset: PresetName = None,
+    setting: Settings = [],  # noqa: B006
+    files: Files = [],  # noqa: B006
+    grid: Annotated[
+        list[str], typer.Option(help="Values to try: --grid memory.strength=1,3,10; by default the preset's.")
+    ] = [],  # noqa: B006
+    scheduler: Annotated[
+        str, typer.Option(help="grid (every trial to its end) or asha (stop the poor ones).")
+    ] = "grid",
+    cpus: Annotated[int, typer.Option(help="Processors of one trial.")] = 1,
+    gpus: Annotated[float, typer.Option(help="GPUs of one trial.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder of the sweep; by default under runs/sweeps/.")] = None,
+    resume: Resume = False,
+) -> None:
+    """Try every combination of a grid on Ray Tune, and name the best.
+
+    limpet sweep disjoint-mnist --structure diagonal --seed 0 --seed 1
+    """
+    from limpet.experiments.sweep import plan, sweep
+
+    if scheduler not in ("grid", "asha"):
+        raise LimpetError(f"--scheduler is grid or asha, not {scheduler!r}")
+    chosen, source, words = _recipe(
+        experiment, method, structure, tasks, scenario, None, epochs, preset, setting, files, cpus
+    )
+    values = dict(_grid(text) for text in grid) or source.grid(chosen)
+    folder = out or Path("runs") / "sweeps" / _folder(chosen, words).relative_to("runs")
+    trials = plan(chosen, values, seed, folder)
+    console.print(f"{len(trials)} trials: {', '.join(f'{k} in {v}' for k, v in values.items())}, seeds {seed}")
+    with console.status("sweeping: each trial writes its own folder ..."):
+        result = sweep(trials, folder, asha=scheduler == "asha", cpus=cpus, gpus=gpus, resume=resume, say=console.print)
+    table = Table(*values, f"{result.measured} accuracy (%)", "seeds")
+    for outcome in result.outcomes:
+        best = "bold" if outcome.settings == result.best else ""
+        score = "stopped early" if outcome.stopped else f"{outcome.score:.2f}"
+        table.add_row(*map(str, outcome.settings.values()), score, str(len(outcome.scores)), style=best)
+    console.print(table)
+    if result.measured == "test":
+        console.print("[dim]chosen by test accuracy; --set training.validation=10000 holds data out to choose by[/dim]")
+    console.print(f"[dim]{folder}[/dim]", highlight=False)
+
+
+@app.command("report")
+def report_command(
+    folders: Annotated[list[Path], typer.Argument(help="Folders with runs, at any depth; or results/.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write; by default the first folder.")] = None,
+) -> None:
+    """Draw the paper's figures and tables from run folders: PNG, SVG, Markdown, and summary.json.
+
+    limpet report runs/ --out results/
+    """
+    from limpet.experiments.report import report
+
+    written = report(folders, out or folders[0])
+    for path in written:
+        console.print(str(path), highlight=False)
+
+
+@app.command("list")
+def list_command(files: Files = []) -> None:  # noqa: B006
+    """Show the task sequences, methods, networks and presets there are."""
+    from limpet.experiments import METHODS, NETWORKS, SEQUENCES
+    from limpet.experiments.recipe import load_preset, preset_names
+    from limpet.experiments.registry import load_file
+    from limpet.experiments.sequences import SCENARIOS
+
+    for path in files:
+        load_file(path)
+    for title, registry in (("task sequences", SEQUENCES), ("methods", METHODS), ("networks", NETWORKS)):
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
+        for name in registry.names():
+            first_line = (registry[name].__doc__ or "").strip().splitlines()[:1]
+            table.add_row(f"[cyan]{name}[/cyan]", " ".join(first_line))
+        console.print(table)
+    table = Table(title="presets", title_justify="left", title_style="bold", box=None, show_header=False)
+    for name in preset_names():
+        table.add_row(f"[cyan]{name}[/cyan]", load_preset(name).about)
+    console.print(table)
+    for name, meaning in SCENARIOS.items():
+        console.print(f"[dim]scenario {name}: {meaning}[/dim]", highlight=False)
+
+
+def _recipe(
+    experiment: str,
+    method: str | None,
+    structure: str | None,
+    tasks: int | None,
+    scenario: str | None,
+    strength: float | None,
+    epochs: int | None,
+    preset: str | None,
+    setting: list[str],
+    files: list[Path],
+    threads: int | None,
+) -> tuple[Recipe, Preset, list[str]]:
+    """The recipe that the options stand for, its preset, and what in it is unlike the preset, for the folder's name."""
+    from limpet.experiments import SEQUENCES
+    from limpet.experiments.methods import with_structure
+    from limpet.experiments.recipe import load_preset, parse_setting
+    from limpet.experiments.registry import load_file
+
+    for path in files:
+        load_file(path)
+    SEQUENCES[experiment]  # an unknown name is said before anything else
+    source = load_preset(experiment, preset)
+    named = {"method": method, "structure": structure, "tasks": tasks, "scenario": scenario, "threads": threads}
+    extra: dict[str, Any] = {"memory.strength": strength, "training.epochs": epochs}
+    extra = {key: value for key, value in extra.items() if value is not None} | dict(map(parse_setting, setting))
+    overrides = {key: value for key, value in named.items() if value is not None} | extra
+    if files:
+        overrides["files"] = [str(path.resolve()) for path in files]
+    # The structure may be the method's default, for which the preset has settings of its own.
+    first = with_structure(source.resolve(overrides))
+    recipe = source.resolve({**overrides, **({"structure": first.structure} if first.structure else {})})
+    words = [preset.replace("/", "-")] if preset else []
+    return recipe, source, words + [f"{key.rpartition('.')[2]}={value}" for key, value in extra.items()]
+
+
+def _grid(text: str) -> tuple[str, list[Any]]:
+    from limpet.experiments.recipe import parse_setting
+
+    name, equals, values = text.partition("=")
+    if not equals:
+        raise LimpetError(f"--grid takes name=value,value, such as memory.strength=1,3,10, not {text!r}")
+    return name, [parse_setting(f"{name}={value}")[1] for value in values.split(",")]
+
+
+def _key(recipe: Recipe) -> str:
+    from limpet.experiments.sequences import experiment_key
+
+    return experiment_key(recipe.experiment, recipe.tasks, recipe.scenario)
+
+
+def _folder(recipe: Recipe, words: list[str]) -> Path:
+    return Path("runs") / _key(recipe) / "+".join([recipe.label.replace("/", "-"), *words])
+
+
+def _one_line(message: Warning | str, *_: Any, **__: Any) -> None:
+    Console(stderr=True).print(f"[yellow]note:[/yellow] {str(message).removeprefix('limpet: ')}", highlight=False)
+
+
+def main() -> None:
+    """The entry point: every error that limpet raises on purpose is one line."""
+    warnings.simplefilter("once", LimpetWarning)
+    warnings.showwarning = _one_line
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        app(standalone_mode=True)
+    except LimpetError as error:
+        Console(stderr=True).print(f"[red]limpet:[/red] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

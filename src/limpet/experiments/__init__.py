@@ -1,0 +1,32 @@
+"""The paper's experiments, and a bench for methods and task sequences of one's own.
+
+    limpet run permuted-mnist --method online-laplace --structure kronecker
+
+is `run(load_preset("permuted-mnist").resolve({...}), folder)` here. The extra: pip install 'limpet[experiments]'.
+"""
+
+from limpet.experiments.data import Examples, images
+from limpet.experiments.methods import METHODS, Method
+from limpet.experiments.networks import NETWORKS, Network
+from limpet.experiments.recipe import Preset, Recipe, load_preset
+from limpet.experiments.record import Record, RunFolder
+from limpet.experiments.runner import Watcher, run
+from limpet.experiments.sequences import SEQUENCES, TaskSequence
+
+__all__ = [
+    "METHODS",
+    "NETWORKS",
+    "SEQUENCES",
+    "Examples",
+    "Method",
+    "Network",
+    "Preset",
+    "Recipe",
+    "Record",
+    "RunFolder",
+    "TaskSequence",
+    "Watcher",
+    "images",
+    "load_preset",
+    "run",
+]

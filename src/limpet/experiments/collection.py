@@ -1,0 +1,101 @@
+"""Records gathered from folders, and which of them stands for a method in a figure or table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, stdev
+
+from limpet.errors import LimpetError
+from limpet.experiments.record import Record, load_record
+from limpet.experiments.sequences import experiment_key
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Runs that differ in nothing but their seed."""
+
+    records: tuple[Record, ...]
+
+    @property
+    def label(self) -> str:
+        """The method as results name it."""
+        return self.records[0].recipe.label
+
+    @property
+    def strength(self) -> float:
+        """What the Fisher was multiplied by."""
+        return self.records[0].recipe.memory.strength
+
+    @cached_property
+    def scores(self) -> list[float]:
+        """Mean test accuracy at the end, for every seed."""
+        return [record.mean_accuracy for record in self.records]
+
+    @property
+    def mean(self) -> float:
+        """The mean over seeds."""
+        return fmean(self.scores)
+
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation over seeds."""
+        return stdev(self.scores) if len(self.scores) > 1 else None
+
+    def metric(self, name: str) -> float | None:
+        """One of the metrics, mean over seeds."""
+        values = [value for record in self.records if (value := record.metrics.get(name)) is not None]
+        return fmean(values) if len(values) == len(self.records) else None
+
+    def seconds(self) -> float:
+        """Wall time of one run: training, curvature and evaluation."""
+        return fmean(sum(map(sum, record.seconds.model_dump().values())) for record in self.records)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """All runs of one experiment."""
+
+    key: str
+    variants: tuple[Variant, ...]
+
+    def labels(self) -> list[str]:
+        """The methods, best first."""
+        return sorted(
+            {variant.label for variant in self.variants}, key=lambda label: self.best(label).mean, reverse=True
+        )
+
+    def of(self, label: str) -> list[Variant]:
+        """The variants of a method, by strength."""
+        return sorted((v for v in self.variants if v.label == label), key=lambda v: v.strength)
+
+    def best(self, label: str) -> Variant:
+        """What stands for the method: of the variants with most seeds the one with the best mean."""
+        return max(self.of(label), key=lambda v: (len(v.records), v.mean))
+
+    def has(self, label: str) -> bool:
+        """Whether the method was run."""
+        return any(variant.label == label for variant in self.variants)
+
+
+def gather(folders: Iterable[Path]) -> list[Experiment]:
+    """All finished runs below the folders: run.json of run folders, and the records of a results folder."""
+    found: dict[str, dict[str, dict[int, Record]]] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise LimpetError(f"there is no folder {folder}")
+        for path in sorted([*folder.rglob("run.json"), *folder.rglob("runs/*.json")]):
+            record = load_record(path)
+            recipe = record.recipe
+            key = experiment_key(recipe.experiment, recipe.tasks, recipe.scenario)
+            settings = json.dumps(recipe.model_dump(mode="json", exclude={"seed", "threads", "device", "files"}))
+            found.setdefault(key, {}).setdefault(settings, {})[recipe.seed] = record
+    if not found:
+        raise LimpetError(f"no finished run below {', '.join(map(str, folders))}")
+    return [
+        Experiment(key, tuple(Variant(tuple(seeds[s] for s in sorted(seeds))) for seeds in variants.values()))
+        for key, variants in sorted(found.items())
+    ]

@@ -1,0 +1,152 @@
+"""Image sets of the Hugging Face hub as uint8 tensors, decoded once and cached.
+
+Hub names by default; the environment variable LIMPET_DATA points at a mirror: a folder a set, with `train-*.parquet`
+and `test-*.parquet` as the hub has them. The cache lies in LIMPET_CACHE (default: ~/.cache/limpet).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from limpet import files
+from limpet.errors import LimpetError, MemoryFileError
+from limpet.experiments.registry import suggestion
+
+HUB = {
+    "mnist": ("ylecun/mnist", "mnist"),
+    "notmnist": ("anubhavmaity/notMNIST", None),
+    "fashion_mnist": ("zalando-datasets/fashion_mnist", "fashion_mnist"),
+    "svhn": ("ufldl-stanford/svhn", "cropped_digits"),
+    "cifar10": ("uoft-cs/cifar10", "plain_text"),
+}
+"""Repository and configuration of every set on the hub."""
+
+FORMAT = "limpet images"
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Inputs and labels. Pixels stay uint8 until a batch is asked for, and are then (x / 255 - mean) / std."""
+
+    inputs: Tensor
+    labels: Tensor
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Some rows, ready for a network."""
+        inputs = self.inputs[rows]
+        if not inputs.is_floating_point():
+            inputs = inputs.to(torch.get_default_dtype()).sub_(255 * self.mean).div_(255 * self.std)
+        return inputs, self.labels[rows]
+
+    def batches(self, size: int, order: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """All rows, in the order given."""
+        if order is None:
+            for start in range(0, len(self), size):
+                yield self.batch(slice(start, start + size))
+        else:
+            for rows in torch.split(order, size):
+                yield self.batch(rows)
+
+    def take(self, rows: Tensor | slice) -> Examples:
+        """Some rows as a set of their own."""
+        return replace(self, inputs=self.inputs[rows], labels=self.labels[rows])
+
+    def to(self, device: torch.device) -> Examples:
+        """The same on a device."""
+        return replace(self, inputs=self.inputs.to(device), labels=self.labels.to(device))
+
+
+def joined(sets: list[Examples]) -> Examples:
+    """Several sets as one."""
+    if len(sets) == 1:
+        return sets[0]
+    return replace(sets[0], inputs=torch.cat([s.inputs for s in sets]), labels=torch.cat([s.labels for s in sets]))
+
+
+@cache
+def images(name: str, split: str) -> Examples:
+    """A set's images (n, channels, height, width) and labels; `split` is "train" or "test"."""
+    if name not in HUB:
+        raise LimpetError(f"there is no image set {name!r}{suggestion(name, HUB)}")
+    source = _mirror_files(name, split)
+    cached = _cache_folder() / f"{name}-{split}-{_fingerprint(name, source)}.safetensors"
+    try:
+        _, tensors = files.read(cached, FORMAT)
+    except MemoryFileError:  # not there yet, or damaged: decode
+        tensors = _decode(name, split, source)
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        files.write(cached, FORMAT, {"set": name, "split": split}, tensors)
+    return Examples(tensors["images"], tensors["labels"])
+
+
+def _mirror_files(name: str, split: str) -> list[Path]:
+    """The parquet files of the mirror; none where the hub is asked."""
+    mirror = os.environ.get("LIMPET_DATA")
+    if not mirror:
+        return []
+    found = sorted((Path(mirror) / name).glob(f"{split}-*.parquet"))
+    if not found:
+        raise LimpetError(
+            f"LIMPET_DATA is {mirror}, but there is no {name}/{split}-*.parquet in it: unset it to load from the hub"
+        )
+    return found
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("LIMPET_CACHE") or Path.home() / ".cache" / "limpet")
+
+
+def _fingerprint(name: str, source: list[Path]) -> str:
+    told: list[object] = [HUB[name]]
+    if source:
+        told = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source]
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:12]
+
+
+def _decode(name: str, split: str, source: list[Path]) -> dict[str, Tensor]:
+    try:
+        import datasets
+        from tqdm.auto import tqdm
+    except ImportError as error:
+        raise LimpetError(f"{error.name} is not installed: pip install 'limpet[experiments]'") from error
+    datasets.disable_progress_bars()
+    try:
+        if source:
+            loaded = datasets.load_dataset("parquet", data_files={split: [str(p) for p in source]}, split=split)
+        else:
+            loaded = datasets.load_dataset(*HUB[name], split=split)
+    except Exception as error:
+        where = "the mirror" if source else f"the hub ({HUB[name][0]})"
+        raise LimpetError(f"{name} could not be loaded from {where}: {error}") from error
+    image, label = _columns(loaded.features)
+    bar = tqdm(loaded, desc=f"decoding {name} {split}, once", unit=" images", delay=1.0, leave=False, disable=None)
+    pictures = np.stack([np.asarray(row[image]) for row in bar])
+    pictures = pictures[..., None] if pictures.ndim == 3 else pictures
+    return {
+        "images": torch.from_numpy(pictures).permute(0, 3, 1, 2).contiguous(),
+        "labels": torch.tensor(loaded[label][:] if not isinstance(loaded[label], list) else loaded[label]),
+    }
+
+
+def _columns(features: Any) -> tuple[str, str]:
+    """Which column holds the pictures and which the labels, whatever they are called."""
+    image = [name for name, kind in features.items() if type(kind).__name__ == "Image"]
+    label = [name for name, kind in features.items() if type(kind).__name__ == "ClassLabel"] or ["label"]
+    if not image or label[0] not in features:
+        raise LimpetError(f"no column of images and one of labels among {', '.join(features)}")
+    return image[0], label[0]

@@ -1,0 +1,196 @@
+"""The paper's figures, drawn from records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from limpet.experiments.collection import Experiment, Variant
+from limpet.experiments.methods import METHODS
+from limpet.experiments.record import Record
+
+COLOURS = {
+    "kronecker": "#1f6f8b",
+    "diagonal": "#d98032",
+    "kronecker-sum": "#5b9a3c",
+    "dense": "#444444",
+    "si": "#8a4f9e",
+    "fine-tuning": "#9a9a9a",
+    "joint": "#000000",
+    "one-network-per-task": "#000000",
+}
+DASHES = {"per-task-laplace": "--", "approximate-laplace": "-.", "joint": ":", "one-network-per-task": ":"}
+CURVES = ("online-laplace/kronecker", "online-laplace/diagonal", "si")
+
+
+def draw_all(experiment: Experiment, folder: Path) -> list[Path]:
+    """Every figure that the runs of an experiment allow."""
+    written = []
+    for name, draw in FIGURES.items():
+        figure = draw(experiment)
+        if figure is not None:
+            written += _save(figure, folder / name)
+    return written
+
+
+def _save(figure: Any, path: Path) -> list[Path]:
+    import matplotlib
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    paths = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+    with matplotlib.rc_context({"svg.hashsalt": "limpet"}):  # the same figure is the same file
+        figure.savefig(paths[0], dpi=130, metadata={"Software": None})
+        figure.savefig(paths[1], metadata={"Date": None})
+    pyplot.close(figure)
+    return paths
+
+
+def _axes(rows: int = 1, columns: int = 1, size: tuple[float, float] = (6.0, 3.8), **options: Any) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **options)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", alpha=0.3)
+    return figure, axes
+
+
+def _style(label: str) -> dict[str, Any]:
+    method, _, structure = label.partition("/")
+    return {"color": COLOURS.get(structure or method, "#b03060"), "linestyle": DASHES.get(method, "-")}
+
+
+def _statistic(variant: Variant, statistic: Callable[[Sequence[float]], float]) -> tuple[list[int], list[float]]:
+    """A statistic of the tasks seen so far after each task, mean over seeds."""
+    ticks, values = [], []
+    for number in range(variant.records[0].tasks):
+        rows = [_row(record, number) for record in variant.records]
+        if all(rows):
+            ticks.append(number + 1)
+            values.append(float(np.mean([statistic(row) for row in rows])))
+    return ticks, values
+
+
+def _row(record: Record, number: int) -> list[float]:
+    return [value for value in record.accuracy[number][: number + 1] if value is not None]
+
+
+def accuracy_over_tasks(experiment: Experiment) -> Any:
+    """Fig. 1 of the paper: mean test accuracy over the number of tasks; joint training dotted."""
+    if experiment.variants[0].records[0].tasks < 3:
+        return None
+    figure, axes = _axes()
+    axis = axes[0, 0]
+    for label in experiment.labels():
+        if label == "one-network-per-task":
+            continue
+        variant = experiment.best(label)
+        ticks, values = _statistic(variant, lambda row: sum(row) / len(row))
+        axis.plot(ticks, values, label=_named(experiment, variant), linewidth=1.8, **_style(label))
+    axis.set(xlabel="tasks learned", ylabel="mean test accuracy of all tasks so far (%)", title=experiment.key)
+    axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _named(experiment: Experiment, variant: Variant) -> str:
+    """The label, with the strength where the method has one."""
+    name = variant.label.replace("/", ", ")
+    plain = not METHODS[variant.records[0].recipe.method].structures and variant.label != "si"
+    return name if plain else f"{name} ({variant.strength:g})"
+
+
+STATISTICS: dict[str, tuple[Callable[[Sequence[float]], float], dict[str, Any]]] = {
+    "mean": (lambda row: sum(row) / len(row), {"color": "#000000", "linewidth": 2}),
+    "best task": (max, {"color": "#9a9a9a", "linestyle": ":"}),
+    "worst task": (min, {"color": "#9a9a9a", "linestyle": "--"}),
+    "first task": (lambda row: row[0], {"color": "#1f6f8b"}),
+    "newest task": (lambda row: row[-1], {"color": "#d98032"}),
+}
+
+
+def effect_of_strength(experiment: Experiment) -> Any:
+    """Fig. 2 of the paper: what becomes of the tasks at the smallest, the best and the largest strength."""
+    rows = []
+    for structure in ("kronecker", "diagonal"):
+        variants = experiment.of(f"online-laplace/{structure}")
+        if len({v.strength for v in variants}) >= 2 and variants[0].records[0].tasks >= 3:
+            best = max(variants, key=lambda v: v.mean)
+            by_strength = {v.strength: v for v in (variants[0], best, variants[-1])}
+            rows.append((structure, list(by_strength.values())))
+    if not rows:
+        return None
+    columns = max(len(chosen) for _, chosen in rows)
+    figure, axes = _axes(len(rows), columns, (3.3 * columns, 2.8 * len(rows)), sharex=True, sharey=True)
+    for (structure, chosen), line in zip(rows, axes, strict=True):
+        for axis in line[len(chosen) :]:
+            axis.set_visible(False)
+        for variant, axis in zip(chosen, line, strict=False):
+            for name, (statistic, style) in STATISTICS.items():
+                axis.plot(*_statistic(variant, statistic), label=name, **style)
+            axis.set_title(f"{structure}, strength {variant.strength:g}", fontsize=10)
+    for axis in axes[-1]:
+        axis.set_xlabel("tasks learned")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("test accuracy (%)")
+    axes[0, 0].legend(frameon=False, fontsize=7, loc="lower left")
+    return figure
+
+
+def accuracy_over_strength(experiment: Experiment) -> Any:
+    """Fig. 3 of the paper: test accuracy over the strength (for SI: its c)."""
+    swept = [label for label in experiment.labels() if len({v.strength for v in experiment.of(label)}) >= 3]
+    if not swept:
+        return None
+    figure, axes = _axes()
+    axis = axes[0, 0]
+    for label in swept:
+        variants = experiment.of(label)
+        strengths, means = [v.strength for v in variants], [v.mean for v in variants]
+        spreads = [v.spread or 0.0 for v in variants]
+        axis.errorbar(
+            strengths, means, spreads, label=label.replace("/", ", "), marker="o", markersize=4, **_style(label)
+        )
+    for label in ("joint", "fine-tuning"):
+        if experiment.has(label):
+            axis.axhline(experiment.best(label).mean, label=label, linewidth=1.2, **_style(label))
+    axis.set(xscale="log", xlabel="strength (SI: c)", ylabel="mean test accuracy (%)", title=experiment.key)
+    axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def curves_through_training(experiment: Experiment) -> Any:
+    """Fig. 4 of the paper: accuracy on each task from when its training began; dotted: a network of its own."""
+    labels = [label for label in CURVES if experiment.has(label) and experiment.best(label).records[0].curve]
+    if not labels:
+        return None
+    names = experiment.best(labels[0]).records[0].names
+    figure, axes = _axes(len(names), 1, (6.5, 1.5 * len(names)), sharex=True)
+    alone = experiment.best("one-network-per-task").records if experiment.has("one-network-per-task") else ()
+    for number, (name, axis) in enumerate(zip(names, axes[:, 0], strict=True)):
+        for label in labels:
+            record = experiment.best(label).records[0]
+            points = [(i + 1, point.accuracy[number]) for i, point in enumerate(record.curve) if point.task >= number]
+            axis.plot(*zip(*points, strict=True), label=label.replace("/", ", "), **_style(label))
+        if alone:
+            axis.axhline(np.mean([record.accuracy[-1][number] for record in alone]), color="black", linestyle=":")
+        axis.set_ylabel(f"{name} (%)", fontsize=8)
+        low = min(min(line.get_ydata()) for line in axis.lines)
+        axis.set_ylim(max(0, low - 3), None)
+    axes[0, 0].legend(frameon=False, fontsize=8, ncols=3, loc="lower right")
+    axes[-1, 0].set_xlabel("epochs, one task after another")
+    return figure
+
+
+FIGURES: dict[str, Callable[[Experiment], Any]] = {
+    "accuracy": accuracy_over_tasks,
+    "strength": effect_of_strength,
+    "strengths": accuracy_over_strength,
+    "training": curves_through_training,
+}

@@ -1,0 +1,65 @@
+"""What a network learns from and is tested on, ready on its device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from limpet.experiments.data import Examples, joined
+from limpet.experiments.recipe import Recipe
+from limpet.experiments.sequences import SEQUENCES
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The data of one head: what is trained on, and what is held out to see how training does."""
+
+    head: int
+    train: Examples
+    held_out: Examples
+
+
+class Lessons:
+    """The tasks of a recipe. Test sets are kept, training sets made when they are needed."""
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self.recipe, self.device = recipe, device
+        self.sequence = SEQUENCES[recipe.experiment](recipe.tasks, seed=recipe.seed, scenario=recipe.scenario)
+        self._tests: dict[int, Examples] = {}
+
+    def __len__(self) -> int:
+        return self.sequence.tasks
+
+    def names(self) -> list[str]:
+        """What tables call the tasks."""
+        return [self.sequence.name(number) for number in range(len(self))]
+
+    def test(self, number: int) -> Examples:
+        """The test set of a task."""
+        if number not in self._tests:
+            self._tests[number] = self._examples(number, "test").to(self.device)
+        return self._tests[number]
+
+    def lesson(self, number: int) -> Lesson:
+        """The training set of a task, and what the recipe holds out of it."""
+        examples, held = self._examples(number, "train"), self.recipe.training.validation
+        head = self.sequence.head(number)
+        if not held:
+            return Lesson(head, examples.to(self.device), examples.take(slice(0, 0)).to(self.device))
+        order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(len(examples)))
+        train, held_out = examples.take(order[held:]), examples.take(order[:held])
+        return Lesson(head, train.to(self.device), held_out.to(self.device))
+
+    def up_to(self, number: int) -> list[Lesson]:
+        """All tasks up to this one: those that share a head as one lesson, so that batches mix them."""
+        lessons = [self.lesson(i) for i in range(number + 1)]
+        groups = [[one for one in lessons if one.head == head] for head in sorted({one.head for one in lessons})]
+        return [
+            Lesson(group[0].head, joined([one.train for one in group]), joined([one.held_out for one in group]))
+            for group in groups
+        ]
+
+    def _examples(self, number: int, split: str) -> Examples:
+        pixels = self.recipe.pixels
+        return replace(self.sequence.examples(number, split), mean=pixels.mean, std=pixels.std)

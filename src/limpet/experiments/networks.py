@@ -1,0 +1,79 @@
+"""The networks of the paper. A new one is one function: from input shape and heads to a module.
+
+>>> from limpet.experiments import NETWORKS, Network
+>>> @NETWORKS.register("line")
+... def line(shape, heads):
+...     return Network(nn.Identity(), shape[0], heads)
+>>> NETWORKS["line"]((5,), (2, 3))(torch.zeros(7, 5), head=1).shape
+torch.Size([7, 3])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from limpet.errors import LimpetError
+from limpet.experiments.registry import Registry
+
+
+class Network(nn.Module):
+    """A body and one linear head a task, or one head for all."""
+
+    def __init__(self, body: nn.Module, features: int, heads: Sequence[int]) -> None:
+        super().__init__()
+        self.body = body
+        self.heads = nn.ModuleList(nn.Linear(features, classes) for classes in heads)
+
+    def forward(self, inputs: Tensor, head: int = 0) -> Tensor:
+        """The logits of one head."""
+        logits: Tensor = self.heads[head](self.body(inputs))
+        return logits
+
+
+NETWORKS: Registry[Callable[..., nn.Module]] = Registry("network")
+
+
+@NETWORKS.register("mlp")
+def mlp(shape: Sequence[int], heads: Sequence[int], *, hidden: Sequence[int] = (100, 100)) -> Network:
+    """Fully connected with ReLU: the paper's network for MNIST has two hidden layers of 100."""
+    sizes = [math.prod(shape), *hidden]
+    layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
+    for inputs, outputs in pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return Network(nn.Sequential(*layers), sizes[-1], heads)
+
+
+@NETWORKS.register("lenet")
+def lenet(
+    shape: Sequence[int], heads: Sequence[int], *, channels: Sequence[int] = (20, 50), hidden: int = 500
+) -> Network:
+    """5x5 convolutions with ReLU and 2x2 max-pooling, then one hidden layer (section 4.3 of the paper)."""
+    if len(shape) != 3:
+        raise LimpetError(f"lenet takes pictures (channels, height, width), not inputs of shape {tuple(shape)}")
+    layers: list[nn.Module] = []
+    inputs, side = shape[0], shape[1]
+    for outputs in channels:
+        layers += [nn.Conv2d(inputs, outputs, 5), nn.ReLU(), nn.MaxPool2d(2)]
+        inputs, side = outputs, (side - 4) // 2
+    layers += [nn.Flatten(), nn.Linear(inputs * side * side, hidden), nn.ReLU()]
+    return Network(nn.Sequential(*layers), hidden, heads)
+
+
+def parameter_count(model: nn.Module) -> int:
+    """How many numbers a network has to learn."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def build(name: str, options: dict[str, object], shape: Sequence[int], heads: Sequence[int], seed: int) -> nn.Module:
+    """A network with weights that the seed decides; the global random state stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return NETWORKS[name](shape, heads, **options)
+        except TypeError as error:
+            raise LimpetError(f"network {name!r}: {error}") from error

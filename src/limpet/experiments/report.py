@@ -1,0 +1,110 @@
+"""Figures, tables and summary.json from the folders of runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from limpet.experiments.collection import Experiment, Variant, gather
+from limpet.experiments.figures import draw_all
+from limpet.experiments.record import compact_json, write_text
+
+MANY = 10  # above so many tasks a table has statistics instead of a column a task
+
+
+def report(folders: Sequence[Path], out: Path) -> list[Path]:
+    """Write everything into `out`: a folder an experiment, with the records that its figures are drawn from."""
+    experiments = gather(folders)
+    written = []
+    for experiment in experiments:
+        place = out / experiment.key
+        written += _keep_records(experiment, place / "runs")
+        written += draw_all(experiment, place)
+        written += _write_table(experiment, place)
+    summary = out / "summary.json"
+    write_text(summary, json.dumps({one.key: summarise(one) for one in experiments}, indent=2) + "\n")
+    return [*written, summary]
+
+
+def summarise(experiment: Experiment) -> dict[str, dict[str, object]]:
+    """{method: {"mean": percent, "seeds": [percent, ...]}}, each method at its best."""
+    best = {label: experiment.best(label) for label in experiment.labels()}
+    return {
+        label: {"mean": round(variant.mean, 3), "seeds": [round(score, 3) for score in variant.scores]}
+        for label, variant in best.items()
+    }
+
+
+def _keep_records(experiment: Experiment, folder: Path) -> list[Path]:
+    """A copy of every record, so that the figures can be drawn without the run folders."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    names: dict[str, int] = {}
+    for variant in experiment.variants:
+        name = f"{variant.label.replace('/', '-')}"
+        if len(experiment.of(variant.label)) > 1:
+            name += f"-{variant.strength:g}"
+        names[name] = names.get(name, 0) + 1
+        name += f"-{names[name]}" if names[name] > 1 else ""
+        for record in variant.records:
+            path = folder / f"{name}-seed{record.recipe.seed}.json"
+            write_text(path, compact_json(record.model_dump(mode="json")))
+            written.append(path)
+    return written
+
+
+def _write_table(experiment: Experiment, folder: Path) -> list[Path]:
+    """table.md, and the same between the marks <!-- table --> and <!-- /table --> of README.md, if it has them."""
+    text = table(experiment)
+    paths = [folder / "table.md"]
+    write_text(paths[0], text)
+    page = folder / "README.md"
+    if page.is_file():
+        old = page.read_text()
+        new = re.sub(
+            r"<!-- table -->.*?<!-- /table -->", lambda _: f"<!-- table -->\n\n{text}\n<!-- /table -->", old, flags=re.S
+        )
+        if new != old:
+            write_text(page, new)
+            paths.append(page)
+    return paths
+
+
+def table(experiment: Experiment) -> str:
+    """One row a method, each at its best strength."""
+    names = experiment.variants[0].records[0].names
+    many = len(names) > MANY
+    tasks = ["first", "last", "worst"] if many else names
+    numbers = ["mean", "seeds", "forgetting", "NLL", "calibration error", "memory", "seconds"]
+    head = ["method", "strength", *tasks, *numbers]
+    lines = [head, ["---"] * len(head), *(_line(experiment.best(label), many) for label in experiment.labels())]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _line(variant: Variant, many: bool) -> list[str]:
+    recipe = variant.records[0].recipe
+    if many:
+        tasks = [variant.metric(f"{which}_task") for which in ("first", "last", "worst")]
+    else:
+        rows = [[value or 0.0 for value in record.accuracy[-1]] for record in variant.records]
+        tasks = [sum(column) / len(column) for column in zip(*rows, strict=True)]
+    spread = f" ± {variant.spread:.2f}" if variant.spread is not None else ""
+    held = variant.records[0].kept_bytes
+    return [
+        variant.label,
+        f"{recipe.memory.strength:g}" if held else "",
+        *(_number(value, 1) for value in tasks),
+        f"{variant.mean:.2f}{spread}",
+        str(len(variant.records)),
+        _number(variant.metric("forgetting"), 1),
+        _number(variant.metric("nll"), 3),
+        _number(variant.metric("calibration_error"), 1),
+        f"{held / 1e6:.1f} MB" if held else "",
+        f"{variant.seconds():.0f}",
+    ]
+
+
+def _number(value: float | None, decimals: int) -> str:
+    return "" if value is None else f"{value:.{decimals}f}"

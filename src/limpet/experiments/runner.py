@@ -1,0 +1,284 @@
+"""One run: a method learns a sequence of tasks. Killed at any moment, it goes on to the same bits.
+
+A checkpoint is written after an epoch or a task, at most every `checkpoint_seconds`. What follows it depends on nothing
+but the recipe and the checkpoint, so it comes out the same when it is done again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from limpet.errors import LimpetError
+from limpet.experiments.data import Examples
+from limpet.experiments.lessons import Lesson, Lessons
+from limpet.experiments.log import Log
+from limpet.experiments.methods import METHODS, Method, with_structure
+from limpet.experiments.metrics import Score, score
+from limpet.experiments.networks import build, parameter_count
+from limpet.experiments.recipe import Recipe
+from limpet.experiments.record import ROUND, Curve, Record, RunFolder, Seconds, environment, peak_memory, summarised
+from limpet.experiments.registry import load_file
+from limpet.experiments.training import Position, TaskTraining, load_optimizer_state, optimizer_state
+
+CHECKPOINT_SECONDS = 20.0
+
+
+class Watcher:
+    """Somebody who looks on. Every method may be left as it is."""
+
+    def begun(self, record: Record, tasks: int) -> None:
+        """The run begins, or goes on."""
+
+    def updated(self, task: int, epoch: int, done: int, total: int) -> None:
+        """Another update of the weights: `done` of the `total` of an epoch."""
+
+    def learned(self, record: Record) -> None:
+        """Another task is learned and tested."""
+
+
+def run(
+    recipe: Recipe,
+    folder: str | Path,
+    *,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+) -> Record:
+    """Run a recipe into a folder. With `resume`, go on with what is there; a finished run is read, not repeated."""
+    for path in recipe.files:
+        load_file(path)
+    recipe = with_structure(recipe)
+    place = RunFolder(folder)
+    if place.recipe.exists() and not resume:
+        raise LimpetError(f"{place.path} holds a run already: go on with --resume, or choose another folder")
+    if place.recipe.exists():
+        _check_same(place.load_recipe(), recipe, place)
+        before = place.load_record()
+        if before is not None:
+            return before
+    with _surroundings(recipe):
+        one_run = Run(recipe, place, watcher or Watcher(), checkpoint_seconds)
+        place.begin(recipe)
+        return one_run.go()
+
+
+def _check_same(kept: Recipe, asked: Recipe, place: RunFolder) -> None:
+    theirs, ours = kept.model_dump(), asked.model_dump()
+    for key in theirs:
+        if theirs[key] != ours[key]:
+            raise LimpetError(
+                f"{place.path} was run with another recipe ({key}: {theirs[key]!r}, now {ours[key]!r}): leave the "
+                "settings as they were, or choose another folder"
+            )
+
+
+@contextmanager
+def _surroundings(recipe: Recipe) -> Iterator[None]:
+    """Random state and number of threads, given back afterwards."""
+    threads = torch.get_num_threads()
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None) or torch.device(
+            "cpu"
+        )
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise LimpetError(f"device {name!r}: {error}") from error
+
+
+class Run:
+    """The run itself, from its beginning or from a checkpoint."""
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, watcher: Watcher, checkpoint_seconds: float) -> None:
+        self.recipe, self.folder, self.watcher, self.checkpoint_seconds = recipe, folder, watcher, checkpoint_seconds
+        self.device = _device(recipe.device)
+        self.lessons = Lessons(recipe, self.device)
+        self.model, self.method = self._new_network(0)
+        self.training: TaskTraining | None = None  # of the task that a checkpoint is in the middle of
+        self.record = Record(
+            recipe=recipe,
+            environment=environment(torch.get_num_threads(), self.device),
+            names=self.lessons.names(),
+            parameters=parameter_count(self.model),
+        )
+        self.seconds = {"training": 0.0, "curvature": 0.0, "evaluation": 0.0}  # of the task being learned
+        self._saved = time.monotonic()
+
+    def _new_network(self, task: int) -> tuple[nn.Module, Method]:
+        recipe, sequence = self.recipe, self.lessons.sequence
+        seed = 1000 * recipe.seed + task
+        model = build(recipe.network.name, recipe.network.options, sequence.shape, sequence.heads, seed).to(self.device)
+        return model, METHODS[recipe.method](model, recipe)
+
+    def go(self) -> Record:
+        """Learn every task that is not yet learned."""
+        self._load()
+        if not self.record.untrained:
+            scores = [self._score(i) for i in range(len(self.lessons))]
+            self._note(untrained=[round(one.accuracy, ROUND) for one in scores])
+        self.watcher.begun(self.record, len(self.lessons))
+        epoch = self.training.position.epoch if self.training else 0
+        with closing(Log(self.folder.tensorboard, self.record, epoch=epoch)) as log:
+            while self.record.tasks < len(self.lessons):
+                self._learn(self.record.tasks, log)
+                log.learned(self.record)
+                self.watcher.learned(self.record)
+        return self._finish()
+
+    def _learn(self, number: int, log: Log) -> None:
+        """One task: train, let the method take it in, test."""
+        if self.method.joint and not self._is_row(number):  # it begins anew for every row, so the others are not made
+            self._add_row([], epochs=0)
+            return
+        if self.training is None and self.method.fresh and number:
+            self.model, self.method = self._new_network(number)
+        training = self.training = self.training or self._training(number)
+        with self.method.hold(training.optimizer, training.examples):
+            while not training.done:
+                epoch = training.position.epoch
+                with self._clock("training"):
+                    loss = training.epoch(lambda *done, at=epoch: self.watcher.updated(number, at, *done))
+                with self._clock("evaluation"):
+                    self._look(number, training)
+                log.epoch(epoch + 1, {"loss": loss, **self.method.numbers()})
+                self._checkpoint()
+        with self._clock("curvature"):
+            self.method.learned(training.lessons[-1], lambda: map(self.lessons.lesson, range(number)))
+        with self._clock("evaluation"):
+            row = self._row(number)
+        self.training = None
+        self._add_row(row, epochs=training.position.epoch)
+        self._checkpoint()
+
+    def _training(self, number: int) -> TaskTraining:
+        lessons = self.lessons.up_to(number) if self.method.joint else [self.lessons.lesson(number)]
+        return TaskTraining(self.model, lessons, self.recipe, number)
+
+    def _finish(self) -> Record:
+        if self.recipe.training.validation and not self.method.fresh:
+            held = [self.lessons.lesson(i) for i in range(len(self.lessons))]
+            self._note(validation=[round(self._score_held_out([one]), ROUND) for one in held])
+        self._note(metrics=summarised(self.record), kept_bytes=self.method.nbytes)
+        self._note(peak_memory_bytes=peak_memory(self.device))
+        self.method.save(self.folder.memory)
+        self.folder.save_model(self.model)
+        self.folder.save_record(self.record)
+        self.folder.checkpoint.unlink(missing_ok=True)
+        return self.record
+
+    # --- measuring -------------------------------------------------------------------------------------------
+
+    def _is_row(self, number: int) -> bool:
+        rows = self.recipe.evaluation.rows
+        return not rows or number + 1 in rows or number + 1 == len(self.lessons)
+
+    def _row(self, number: int) -> list[Score]:
+        """Every task up to this one, and the next, which nobody has seen yet."""
+        if self.method.fresh and not self.method.joint:  # the earlier networks are as they were
+            matrices = self.record.accuracy, self.record.nll, self.record.calibration
+            kept = [Score(*(float(matrix[i][i] or 0) for matrix in matrices)) for i in range(number)]
+            return [*kept, self._score(number)]
+        return [self._score(i) for i in range(min(number + 2, len(self.lessons)))] if self._is_row(number) else []
+
+    def _add_row(self, row: list[Score], epochs: int) -> None:
+        record = self.record
+        accuracy, nll, calibration = (
+            [round(value, ROUND) for value in column] for column in (zip(*row, strict=True) if row else ([], [], []))
+        )
+        spent = {name: [*before, round(self.seconds[name], 3)] for name, before in record.seconds.model_dump().items()}
+        self._note(
+            accuracy=[*record.accuracy, accuracy],
+            nll=[*record.nll, nll],
+            calibration=[*record.calibration, calibration],
+            epochs=[*record.epochs, epochs],
+            seconds=Seconds(**spent),
+        )
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+
+    def _note(self, **values: object) -> None:
+        self.record = self.record.model_copy(update=values)
+
+    def _look(self, number: int, training: TaskTraining) -> None:
+        """What is measured after every epoch: the held-out part, and the curve."""
+        if self.recipe.training.patience is not None:
+            training.judge(self._score_held_out(training.lessons))
+        size = self.recipe.evaluation.track
+        if size:
+            accuracy = [round(self._score(i, size).accuracy, ROUND) for i in range(number + 1)]
+            point = Curve(task=number, epoch=training.position.epoch, accuracy=accuracy)
+            self._note(curve=[*self.record.curve, point])
+
+    def _score(self, number: int, size: int | None = None) -> Score:
+        test, head = self.lessons.test(number), self.lessons.sequence.head(number)
+        return self._score_on(test if size is None else test.take(slice(0, size)), head)
+
+    def _score_held_out(self, lessons: list[Lesson]) -> float:
+        scores = [self._score_on(one.held_out, one.head).accuracy for one in lessons]
+        return sum(scores) / len(scores)
+
+    def _score_on(self, examples: Examples, head: int) -> Score:
+        return score(self.model, examples, head, self.recipe.evaluation.batch_size)
+
+    @contextmanager
+    def _clock(self, what: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[what] += time.perf_counter() - begin
+
+    # --- stopping and going on -------------------------------------------------------------------------------
+
+    def _checkpoint(self) -> None:
+        if time.monotonic() - self._saved < self.checkpoint_seconds:
+            return
+        method = self.method.state()
+        tensors = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
+        tensors.update({f"method/{name}": tensor for name, tensor in method["tensors"].items()})
+        training = None
+        if self.training is not None:
+            values, buffers = optimizer_state(self.training.optimizer)
+            tensors.update({f"optimizer/{name}": tensor for name, tensor in buffers.items()})
+            training = {"position": asdict(self.training.position), "optimizer": values}
+        metadata = {
+            "record": self.record.model_dump(mode="json"),
+            "seconds": self.seconds,
+            "method": method["metadata"],
+            "training": training,
+        }
+        self.folder.save_checkpoint({"metadata": metadata, "tensors": tensors})
+        self._saved = time.monotonic()
+
+    def _load(self) -> None:
+        """Take up the last checkpoint, if there is one."""
+        state = self.folder.load_checkpoint()
+        if state is None:
+            return
+        metadata = state["metadata"]
+        parts: dict[str, dict[str, torch.Tensor]] = {"model": {}, "method": {}, "optimizer": {}}
+        for key, tensor in state["tensors"].items():
+            part, _, name = key.partition("/")
+            parts[part][name] = tensor
+        self.record = Record.model_validate(metadata["record"])
+        self.seconds = metadata["seconds"]
+        self.model.load_state_dict(parts["model"])
+        self.method.load({"metadata": metadata["method"], "tensors": parts["method"]})
+        if metadata["training"] is not None:
+            self.training = self._training(self.record.tasks)
+            self.training.position = Position(**metadata["training"]["position"])
+            load_optimizer_state(self.training.optimizer, metadata["training"]["optimizer"], parts["optimizer"])

@@ -1,0 +1,221 @@
+"""Sweeps on Ray Tune. The folders of the runs are the state of a sweep: a trial begun again goes on with its own.
+
+So a driver that is killed needs nothing of Ray's to go on, and a trial that lost its machine goes on from its last
+checkpoint, as long as the folder is on storage that all machines see.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from limpet.errors import LimpetError
+from limpet.experiments.recipe import Part, Recipe, checked
+from limpet.experiments.record import Record, RunFolder, compact_json, write_text
+from limpet.experiments.runner import Watcher, run
+
+STARTS = 3
+PASSED_ON = ("LIMPET_DATA", "LIMPET_CACHE", "HF_HOME", "HF_TOKEN")
+"""Environment variables that workers on other machines need too."""
+
+
+class Trial(Part):
+    """One run of a sweep."""
+
+    settings: dict[str, Any]
+    recipe: Recipe
+    folder: str
+
+
+class Outcome(Part):
+    """What became of the trials with the same settings, over all seeds."""
+
+    settings: dict[str, Any]
+    scores: list[float]
+    tasks: list[int]
+    stopped: bool
+
+    @property
+    def score(self) -> float:
+        """The mean over seeds."""
+        return sum(self.scores) / len(self.scores)
+
+
+class SweepResult(Part):
+    """What `sweep.json` holds. `measured` says what the scores are: "validation" or "test" accuracy."""
+
+    measured: Literal["validation", "test"]
+    outcomes: list[Outcome]
+    best: dict[str, Any]
+
+
+def plan(recipe: Recipe, grid: dict[str, list[Any]], seeds: list[int], out: Path) -> list[Trial]:
+    """Every combination of the grid with every seed, each with a folder of its own."""
+    if not grid:
+        raise LimpetError("there is nothing to try: give a grid, such as --grid memory.strength=1,3,10")
+    trials = []
+    for values in itertools.product(*grid.values()):
+        settings = dict(zip(grid, values, strict=True))
+        for seed in seeds:
+            name = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items())
+            chosen = _changed(recipe, {**settings, "seed": seed})
+            trials.append(Trial(settings=settings, recipe=chosen, folder=str(out.resolve() / name / f"seed{seed}")))
+    return trials
+
+
+def _changed(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
+    values = recipe.model_dump()
+    for key, value in settings.items():
+        *path, last = key.split(".")
+        place = values
+        for part in path:
+            place = place.get(part, {})
+        place[last] = value
+    return checked(Recipe, values, "grid")
+
+
+def sweep(
+    trials: list[Trial],
+    out: Path,
+    *,
+    asha: bool = False,
+    cpus: float = 1,
+    gpus: float = 0,
+    resume: bool = False,
+    say: Callable[[str], None] = print,
+) -> SweepResult:
+    """Run the trials, as many at once as the cluster has resources for. `resume` goes on with what is there."""
+    result_file, plan_file = out / "sweep.json", out / "plan.json"
+    planned = compact_json([trial.model_dump(mode="json") for trial in trials])
+    if plan_file.exists() and not resume:
+        raise LimpetError(f"{out} holds a sweep already: go on with --resume, or choose another folder")
+    if plan_file.exists() and plan_file.read_text() != planned:
+        raise LimpetError(
+            f"{out} holds a sweep of other trials: leave the settings as they were, or choose another folder"
+        )
+    if result_file.exists():
+        return checked(SweepResult, json.loads(result_file.read_text()), str(result_file))
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(plan_file, planned)
+    _tune(trials, out, asha, cpus, gpus, say)
+    result = collect(trials)
+    write_text(result_file, compact_json(result.model_dump(mode="json")))
+    return result
+
+
+def _tune(trials: list[Trial], out: Path, asha: bool, cpus: float, gpus: float, say: Callable[[str], None]) -> None:
+    try:
+        import ray
+        from ray import tune
+        from ray.tune.schedulers import ASHAScheduler
+    except ImportError as error:
+        raise LimpetError("sweeps run on Ray Tune: pip install 'limpet[sweep]'") from error
+    tasks = _longest(trials)
+    scheduler: Any = None  # every trial to its end
+    if asha:
+        scheduler = ASHAScheduler(time_attr="tasks", max_t=tasks, grace_period=max(1, tasks // 10), reduction_factor=3)
+    connect(say)
+    try:
+        tuner = tune.Tuner(
+            tune.with_resources(_trial, {"cpu": cpus, "gpu": gpus}),
+            param_space={"trial": tune.grid_search([trial.model_dump(mode="json") for trial in trials])},
+            tune_config=tune.TuneConfig(metric="score", mode="max", scheduler=scheduler),
+            run_config=tune.RunConfig(
+                name="ray",
+                storage_path=str(out.resolve()),
+                verbose=0,
+                failure_config=tune.FailureConfig(max_failures=2),
+            ),
+        )
+        failed = [str(error).strip().splitlines()[-1] for error in tuner.fit().errors]
+    finally:
+        ray.shutdown()
+    if failed:
+        raise LimpetError(
+            f"{len(failed)} of {len(trials)} trials failed, the first with: {failed[0]}; mend it and --resume"
+        )
+
+
+def connect(say: Callable[[str], None]) -> None:
+    """Join the cluster that this machine belongs to, or start one. A first start can time out on a loaded machine."""
+    import ray
+
+    passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    for attempt in range(1, STARTS + 1):
+        try:
+            ray.init(log_to_driver=False, include_dashboard=False, runtime_env={"env_vars": passed_on})
+            return
+        except Exception as error:  # noqa: PERF203  # Ray raises many kinds: RuntimeError, TimeoutError, its own
+            ray.shutdown()
+            if attempt == STARTS:
+                raise LimpetError(f"Ray did not start in {STARTS} attempts, the last time with: {error}") from error
+            say(f"Ray did not start (attempt {attempt} of {STARTS}); trying again in {5 * attempt} s")
+            time.sleep(5 * attempt)
+
+
+class _Reporter(Watcher):
+    """Tells Ray Tune the mean accuracy after every task, also of tasks that an earlier attempt learned."""
+
+    def begun(self, record: Record, tasks: int) -> None:
+        for count in range(1, record.tasks + 1):
+            self._report(record.model_copy(update={"accuracy": record.accuracy[:count]}))
+
+    def learned(self, record: Record) -> None:
+        self._report(record)
+
+    def _report(self, record: Record) -> None:
+        from ray import tune
+
+        if record.accuracy[-1]:
+            tune.report({"score": record.mean_accuracy, "tasks": record.tasks})
+
+
+def _trial(config: dict[str, Any]) -> None:
+    """What a worker does."""
+    from ray import tune
+
+    trial = checked(Trial, config["trial"], "trial")
+    record = run(trial.recipe, trial.folder, resume=True, watcher=_Reporter())
+    tune.report({"score": _score(record), "tasks": record.tasks})
+
+
+def _longest(trials: list[Trial]) -> int:
+    from limpet.experiments.sequences import SEQUENCES
+
+    recipe = trials[0].recipe
+    return SEQUENCES[recipe.experiment](recipe.tasks, scenario=recipe.scenario).tasks
+
+
+def _score(record: Record) -> float:
+    validation = record.metrics.get("validation_accuracy")
+    return record.mean_accuracy if validation is None else validation
+
+
+def collect(trials: list[Trial]) -> SweepResult:
+    """What the folders say. Trials that the scheduler stopped early have a score, but never win."""
+    outcomes: dict[str, list[tuple[Trial, Record | None]]] = {}
+    for trial in trials:
+        record = RunFolder(trial.folder).load_record()
+        outcomes.setdefault(json.dumps(trial.settings), []).append((trial, record))
+    gathered = []
+    for pairs in outcomes.values():
+        ended = [record for _, record in pairs if record is not None]
+        gathered.append(
+            Outcome(
+                settings=pairs[0][0].settings,
+                scores=[_score(record) for record in ended],
+                tasks=[record.tasks for record in ended],
+                stopped=len(ended) < len(pairs),
+            )
+        )
+    complete = [outcome for outcome in gathered if not outcome.stopped]
+    if not complete:
+        raise LimpetError("no trial came to its end")
+    validated = bool(trials[0].recipe.training.validation)
+    best = max(complete, key=lambda outcome: outcome.score)
+    return SweepResult(measured="validation" if validated else "test", outcomes=gathered, best=best.settings)

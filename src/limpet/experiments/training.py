@@ -1,0 +1,132 @@
+"""One task, learned: batches, optimizer, learning rate, early stopping; stops and goes on at any epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from limpet.experiments.lessons import Lesson
+from limpet.experiments.recipe import Recipe, Training
+
+
+@dataclass
+class Position:
+    """How far a task's training has come."""
+
+    epoch: int = 0
+    best: float = -1.0
+    stale: int = 0
+
+
+def make_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimizer:
+    """The recipe's optimizer."""
+    if training.optimizer == "adam":
+        return torch.optim.Adam(model.parameters(), lr=training.lr)
+    momentum = training.momentum
+    return torch.optim.SGD(
+        model.parameters(), lr=training.lr, momentum=momentum, nesterov=training.nesterov and momentum > 0
+    )
+
+
+def learning_rate(training: Training, strength: float, task: int, update: int, per_epoch: int) -> float:
+    """The learning rate of an update, from nothing but its place."""
+    begin = training.lr / (1 + training.task_decay * task)
+    if task and training.strength_decay:
+        begin /= max(1.0, training.strength_decay * strength)
+    if training.schedule == "cosine":
+        total = training.epochs * per_epoch
+        return 0.5 * begin * (1 + math.cos(math.pi * min(update / total, 1.0)))
+    if training.schedule == "step":
+        span = training.drop_updates or (training.drop_epochs or training.epochs) * per_epoch
+        return float(begin * training.drop ** (update // span))
+    return begin
+
+
+class TaskTraining:
+    """The epochs of one task. Each takes its random numbers from (seed, task, epoch), so it can be done again."""
+
+    def __init__(self, model: nn.Module, lessons: list[Lesson], recipe: Recipe, task: int) -> None:
+        self.model, self.lessons, self.recipe, self.task = model, lessons, recipe, task
+        self.optimizer = make_optimizer(model, recipe.training)
+        self.position = Position()
+        size = recipe.training.batch_size
+        self.updates_per_epoch = sum(-(-len(lesson.train) // size) for lesson in lessons)
+        self.examples = sum(len(lesson.train) for lesson in lessons)
+
+    @property
+    def done(self) -> bool:
+        """Whether the last epoch is over."""
+        training, at = self.recipe.training, self.position
+        if at.epoch < training.epochs:
+            return False
+        return training.patience is None or at.stale >= training.patience or at.epoch >= training.max_epochs
+
+    def epoch(self, on_update: Callable[[int, int], None]) -> float:
+        """Train for one epoch; the mean loss over it."""
+        at = self.position
+        generator = torch.Generator().manual_seed(_seed(self.recipe.seed, self.task, at.epoch))
+        torch.manual_seed(_seed(self.recipe.seed, self.task, at.epoch))  # for dropout and the like
+        self.model.train()
+        strength = self.recipe.memory.strength
+        losses = []
+        for number, (lesson, rows) in enumerate(self._batches(generator)):
+            update = at.epoch * self.updates_per_epoch + number
+            rate = learning_rate(self.recipe.training, strength, self.task, update, self.updates_per_epoch)
+            for parameters in self.optimizer.param_groups:
+                parameters["lr"] = rate
+            inputs, labels = lesson.train.batch(rows)
+            self.optimizer.zero_grad()
+            loss = F.cross_entropy(self.model(inputs, lesson.head), labels)
+            torch.autograd.backward(loss)
+            self.optimizer.step()
+            losses.append(loss.detach())
+            on_update(number + 1, self.updates_per_epoch)
+        at.epoch += 1
+        return float(torch.stack(losses).mean())
+
+    def judge(self, validation: float) -> None:
+        """Note the validation accuracy of the epoch, for early stopping."""
+        at = self.position
+        at.stale = 0 if validation > at.best else at.stale + 1
+        at.best = max(at.best, validation)
+
+    def _batches(self, generator: torch.Generator) -> Iterator[tuple[Lesson, Tensor]]:
+        """A batch is of one head; batches of several heads come mixed."""
+        size = self.recipe.training.batch_size
+        batches = []
+        for lesson in self.lessons:
+            order = torch.randperm(len(lesson.train), generator=generator)
+            batches += [(lesson, rows) for rows in torch.split(order.to(lesson.train.labels.device), size)]
+        if len(self.lessons) > 1:
+            yield from (batches[i] for i in torch.randperm(len(batches), generator=generator).tolist())
+        else:
+            yield from batches
+
+
+def _seed(seed: int, task: int, epoch: int) -> int:
+    return (seed * 1_000_003 + task) * 1009 + epoch
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """An optimizer's state as plain values and tensors, by "number/name"."""
+    values: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    for number, state in optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            (tensors if isinstance(value, Tensor) else values)[f"{number}/{name}"] = value
+    return values, tensors
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, values: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """The way back."""
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in {**values, **tensors}.items():
+        number, _, name = key.partition("/")
+        state.setdefault(int(number), {})[name] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,0 +1,242 @@
+"""Runs: what they measure is what the method does, and a run that is stopped goes on to the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import limpet
+from limpet.errors import LimpetError
+from limpet.experiments import METHODS, SEQUENCES, Examples, Recipe, Record, TaskSequence, Watcher, load_preset, run
+from limpet.experiments.metrics import score
+from limpet.experiments.networks import build
+from limpet.experiments.recipe import checked, parse_setting, preset_names
+from limpet.experiments.record import RunFolder
+
+
+@SEQUENCES.register("test-blobs")
+class Blobs(TaskSequence):
+    """Four classes, a blob each, elsewhere in every task."""
+
+    shape, heads = (6,), (4,)
+
+    def examples(self, number: int, split: str) -> Examples:
+        centres = 2 * torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+        generator = torch.Generator().manual_seed(10 * number + (split == "test"))
+        labels = torch.randint(0, 4, (120,), generator=generator)
+        return Examples(centres[labels] + torch.randn(120, 6, generator=generator), labels)
+
+
+@SEQUENCES.register("test-headed")
+class Headed(Blobs):
+    """The same with a head for every task."""
+
+    heads = (4, 4, 4)
+
+
+def recipe(method: str = "online-laplace", structure: str | None = None, **changes: Any) -> Recipe:
+    values: dict[str, Any] = {
+        "experiment": "test-blobs",
+        "tasks": 3,
+        "method": method,
+        "structure": structure,
+        "threads": 1,
+        "network": {"options": {"hidden": [8]}},
+        "training": {"epochs": 2, "batch_size": 20, **changes.pop("training", {})},
+        "memory": {"strength": 3.0, "every": 4, **changes.pop("memory", {})},
+        **changes,
+    }
+    return checked(Recipe, values, "test")
+
+
+class StoppedError(Exception):
+    pass
+
+
+class StopAt(Watcher):
+    """Raises at one of the moments that a watcher sees."""
+
+    def __init__(self, moment: int) -> None:
+        self.left = moment
+
+    def updated(self, task: int, epoch: int, done: int, total: int) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise StoppedError
+
+
+ALL = [
+    ("fine-tuning", None, {}),
+    ("joint", None, {}),
+    ("one-network-per-task", None, {}),
+    ("online-laplace", "kronecker", {}),
+    ("online-laplace", "kronecker", {"experiment": "test-headed"}),
+    ("online-laplace", "diagonal", {"training": {"optimizer": "adam", "lr": 0.01}}),
+    ("online-laplace", "kronecker-sum", {}),
+    ("per-task-laplace", "diagonal", {"memory": {"mode": "gradient", "strength": 0.1}}),
+    ("approximate-laplace", "kronecker", {"memory": {"limit": 50}}),
+    ("si", None, {"training": {"optimizer": "adam", "lr": 0.01}}),
+    ("si", None, {"training": {"validation": 20, "patience": 1, "max_epochs": 5}, "evaluation": {"track": 30}}),
+]
+
+
+def timeless(record: Record) -> dict[str, Any]:
+    values = record.model_dump()
+    for key in ("seconds", "peak_memory_bytes", "environment"):
+        del values[key]
+    return values
+
+
+@pytest.mark.parametrize(("method", "structure", "changes"), ALL)
+@pytest.mark.filterwarnings("ignore:limpet. no TensorBoard")
+def test_a_stopped_run_goes_on_to_the_same_bits(
+    tmp_path: Path, method: str, structure: str | None, changes: dict[str, Any]
+) -> None:
+    chosen = recipe(method, structure, **{key: dict(v) if isinstance(v, dict) else v for key, v in changes.items()})
+    whole = run(chosen, tmp_path / "whole")
+    moments = [1, 6, 7, 13, 17, 5, 29]  # updates after which it stops, each time counted from where it goes on
+    attempts = 0
+    while True:
+        try:
+            moment = moments[attempts] if attempts < len(moments) else 10**9
+            stopped = run(chosen, tmp_path / "stopped", resume=True, watcher=StopAt(moment), checkpoint_seconds=0)
+            break
+        except StoppedError:
+            attempts += 1
+    assert attempts >= 4
+    assert timeless(stopped) == timeless(whole)
+    first, second = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "stopped")
+    assert first.model.read_bytes() == second.model.read_bytes()
+    assert first.memory.exists() == second.memory.exists() == (method.endswith("laplace") or method == "si")
+    if first.memory.exists():
+        assert first.memory.read_bytes() == second.memory.read_bytes()
+    assert not second.checkpoint.exists()
+
+
+def test_a_run_is_the_loop_that_a_person_would_write(tmp_path: Path) -> None:
+    """The same steps by hand, with the public face alone."""
+    chosen = recipe(training={"schedule": "constant"})
+    record = run(chosen, tmp_path / "run")
+    sequence = SEQUENCES["test-blobs"](3, seed=0)
+    model = build("mlp", {"hidden": [8]}, (6,), (4,), seed=0)
+    memory = limpet.OnlineLaplace(model, strength=3.0)
+    rows = []
+    for number in range(3):
+        train = sequence.examples(number, "train")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+        with memory.protect(optimizer, examples=120, every=4):
+            for epoch in range(2):
+                order = torch.randperm(120, generator=torch.Generator().manual_seed(number * 1009 + epoch))
+                for rows_of_batch in order.split(20):
+                    optimizer.zero_grad()
+                    torch.nn.functional.cross_entropy(
+                        model(train.inputs[rows_of_batch]), train.labels[rows_of_batch]
+                    ).backward()
+                    optimizer.step()
+        shuffled = torch.randperm(120, generator=torch.Generator().manual_seed(0))
+        memory.consolidate([(train.inputs[shuffled], train.labels[shuffled])])
+        seen = range(min(number + 2, 3))
+        rows.append([round(score(model, sequence.examples(i, "test"), 0, 1000).accuracy, 4) for i in seen])
+    assert record.accuracy == rows
+    other = limpet.load(tmp_path / "run" / "memory.safetensors", build("mlp", {"hidden": [8]}, (6,), (4,), seed=1))
+    for name, held in memory.posterior.held.items():
+        torch.testing.assert_close(other.posterior.held[name].mean, held.mean)
+
+
+def test_one_network_per_task_and_joint(tmp_path: Path) -> None:
+    alone = run(recipe("one-network-per-task"), tmp_path / "alone")
+    assert [row[:-1] for row in alone.accuracy[1:]] == alone.accuracy[:-1]  # nothing is forgotten
+    together = run(recipe("joint", evaluation={"rows": [1]}), tmp_path / "joint")
+    assert [len(row) for row in together.accuracy] == [2, 0, 3] and together.epochs == [2, 0, 2]
+    plain = run(recipe("fine-tuning"), tmp_path / "plain")
+    assert together.mean_accuracy > plain.mean_accuracy + 5
+    # task 1 is learned by all three in the same way
+    assert alone.accuracy[0][0] == together.accuracy[0][0] == plain.accuracy[0][0]
+
+
+def test_validation_is_held_out_and_stops_early(tmp_path: Path) -> None:
+    training = {"validation": 20, "patience": 2, "max_epochs": 9, "epochs": 1, "schedule": "constant", "lr": 1e-8}
+    record = run(recipe("fine-tuning", training=training), tmp_path / "run")
+    assert record.epochs == [3, 3, 3]  # the first epoch is the best, two more do not improve
+    assert len(record.validation) == 3 and record.metrics["validation_accuracy"] is not None
+
+
+def test_the_users_own_state_is_as_it_was(tmp_path: Path) -> None:
+    before, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    run(recipe(), tmp_path / "run")
+    assert torch.equal(torch.random.get_rng_state(), before) and torch.get_num_threads() == threads
+
+
+def test_the_folder(tmp_path: Path) -> None:
+    record = run(recipe(), tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    assert folder.load_record() == record and folder.load_recipe() == record.recipe
+    values = json.loads(folder.record.read_text())
+    assert values["environment"]["versions"]["torch"] == torch.__version__
+    assert values["kept_bytes"] > 0 and values["peak_memory_bytes"] > 1e6 and values["parameters"] == 6 * 8 + 8 + 36
+    assert {len(v) for v in values["seconds"].values()} == {3} and min(values["seconds"]["training"]) > 0
+    assert any(folder.tensorboard.iterdir())
+    with pytest.raises(LimpetError, match="holds a run already: go on with --resume"):
+        run(recipe(), folder.path)
+    with pytest.raises(LimpetError, match=r"another recipe \(seed: 0, now 1\)"):
+        run(recipe(seed=1), folder.path, resume=True)
+    assert run(recipe(), folder.path, resume=True) == record
+
+
+def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(LimpetError, match="this sequence has 5 tasks"):
+        run(recipe(experiment="vision", tasks=7), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_resolve_for_every_method(name: str) -> None:
+    preset = load_preset(name)
+    for method in METHODS.names():
+        for structure in METHODS[method].structures or (None,):
+            chosen = preset.resolve({"method": method, "structure": structure})
+            assert chosen.experiment == name.removesuffix("-paper") and chosen.method == method
+            for setting in preset.grid(chosen):
+                part, _, last = setting.partition(".")
+                assert last in getattr(chosen, part).model_dump()
+
+
+def test_presets_know_the_paper() -> None:
+    """Section 4 and appendix D."""
+    permuted = load_preset("permuted-mnist", "paper")
+    training = permuted.resolve({}).training
+    assert (training.lr, training.momentum, training.drop_epochs, training.patience) == (0.1, 0.9, 5, 5)
+    assert permuted.resolve({"method": "si"}).training.optimizer == "adam"
+    assert permuted.grid(permuted.resolve({}))["memory.strength"] == [1, 3, 10, 30, 100]
+    assert permuted.grid(permuted.resolve({"method": "si"}))["memory.strength"] == [0.01, 0.03, 0.1, 0.3, 1]
+    disjoint = load_preset("disjoint-mnist", "paper")
+    chosen = disjoint.resolve({"structure": "diagonal"})
+    assert (chosen.training.drop_updates, chosen.training.strength_decay) == (1000, 0.001)
+    assert len(disjoint.grid(chosen)["memory.strength"]) == 13
+
+
+def test_a_preset_of_ones_own(tmp_path: Path) -> None:
+    own = {"recipe": {"training": {"lr": 0.5}}, "methods": {"si": {"training": {"epochs": 7}}}}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(own))
+    chosen = load_preset("permuted-mnist", str(path)).resolve({"method": "si", "training.batch_size": 9})
+    assert (chosen.training.lr, chosen.training.epochs, chosen.training.batch_size) == (0.5, 7, 9)
+    path.write_text("recipe: {training: {lrr: 1}}")
+    with pytest.raises(LimpetError, match=r"no setting 'training.lrr': did you mean 'lr'"):
+        load_preset("permuted-mnist", str(path)).resolve({})
+    path.write_text("- 1")
+    with pytest.raises(LimpetError, match="must be a mapping"):
+        load_preset("permuted-mnist", str(path))
+
+
+def test_settings_on_the_command_line() -> None:
+    assert parse_setting("training.lr=1e-3") == ("training.lr", 0.001)
+    assert parse_setting("network.options={hidden: [5]}") == ("network.options", {"hidden": [5]})
+    assert parse_setting("training.patience=null") == ("training.patience", None)
+    with pytest.raises(LimpetError, match="name=value"):
+        parse_setting("lr")
