@@ -166,6 +166,11 @@ def test_validation_is_held_out_and_stops_early(tmp_path: Path) -> None:
     assert len(record.validation) == 3 and record.metrics["validation_accuracy"] is not None
 
 
+def test_divergence_is_said(tmp_path: Path) -> None:
+    with pytest.raises(LimpetError, match=r"diverged in epoch \d of task 1: a smaller training.lr"):
+        run(recipe("fine-tuning", training={"lr": 1e9}), tmp_path / "run")
+
+
 def test_the_users_own_state_is_as_it_was(tmp_path: Path) -> None:
     before, threads = torch.random.get_rng_state(), torch.get_num_threads()
     run(recipe(), tmp_path / "run")

@@ -62,6 +62,7 @@ def run_command(
         Path | None, typer.Option(help="Folder of the run; by default runs/EXPERIMENT/METHOD/seedN.")
     ] = None,
     resume: Resume = False,
+    checkpoint_seconds: Annotated[float, typer.Option(help="The most that a kill can cost.")] = 20,
 ) -> None:
     """Learn a sequence of tasks with one method, and write a folder with everything that came of it.
 
@@ -79,7 +80,7 @@ def run_command(
         recipe = chosen.model_copy(update={"seed": number})
         folder = out or _folder(recipe, words) / f"seed{number}"
         with Bars(f"{_key(recipe)}, {recipe.label}, seed {number}", console) as bars:
-            record = run(recipe, folder, resume=resume, watcher=bars)
+            record = run(recipe, folder, resume=resume, watcher=bars, checkpoint_seconds=checkpoint_seconds)
         show_metrics(console, record)
         console.print(f"  [dim]{folder}[/dim]", highlight=False)
 
@@ -127,7 +128,7 @@ def sweep_command(
     table = Table(*values, f"{result.measured} accuracy (%)", "seeds")
     for outcome in result.outcomes:
         best = "bold" if outcome.settings == result.best else ""
-        score = "stopped early" if outcome.stopped else f"{outcome.score:.2f}"
+        score = f"{outcome.score:.2f}" if outcome.ended else outcome.failure or "stopped early"
         table.add_row(*map(str, outcome.settings.values()), score, str(len(outcome.scores)), style=best)
     console.print(table)
     if result.measured == "test":

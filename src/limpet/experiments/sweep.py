@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from limpet.experiments.record import Record, RunFolder, compact_json, write_tex
 from limpet.experiments.runner import Watcher, run
 
 STARTS = 3
+FAILURE = "failure.txt"
 PASSED_ON = ("LIMPET_DATA", "LIMPET_CACHE", "HF_HOME", "HF_TOKEN")
 """Environment variables that workers on other machines need too."""
 
@@ -37,8 +39,8 @@ class Outcome(Part):
 
     settings: dict[str, Any]
     scores: list[float]
-    tasks: list[int]
-    stopped: bool
+    ended: bool  # every seed came to its end; otherwise the scheduler stopped one, or it failed
+    failure: str | None = None
 
     @property
     def score(self) -> float:
@@ -119,6 +121,7 @@ def _tune(trials: list[Trial], out: Path, asha: bool, cpus: float, gpus: float, 
     scheduler: Any = None  # every trial to its end
     if asha:
         scheduler = ASHAScheduler(time_attr="tasks", max_t=tasks, grace_period=max(1, tasks // 10), reduction_factor=3)
+    logging.getLogger("ray").setLevel(logging.ERROR)
     connect(say)
     try:
         tuner = tune.Tuner(
@@ -180,8 +183,13 @@ def _trial(config: dict[str, Any]) -> None:
     from ray import tune
 
     trial = checked(Trial, config["trial"], "trial")
-    record = run(trial.recipe, trial.folder, resume=True, watcher=_Reporter())
-    tune.report({"score": _score(record), "tasks": record.tasks})
+    try:
+        record = run(trial.recipe, trial.folder, resume=True, watcher=_Reporter())
+    except LimpetError as error:  # it would fail again: a result like any other
+        write_text(Path(trial.folder) / FAILURE, str(error))
+        tune.report({"score": 0.0, "tasks": 0})
+    else:
+        tune.report({"score": _score(record), "tasks": record.tasks})
 
 
 def _longest(trials: list[Trial]) -> int:
@@ -197,25 +205,26 @@ def _score(record: Record) -> float:
 
 
 def collect(trials: list[Trial]) -> SweepResult:
-    """What the folders say. Trials that the scheduler stopped early have a score, but never win."""
-    outcomes: dict[str, list[tuple[Trial, Record | None]]] = {}
+    """What the folders say. Settings with a trial that failed or was stopped early never win."""
+    groups: dict[str, list[Trial]] = {}
     for trial in trials:
-        record = RunFolder(trial.folder).load_record()
-        outcomes.setdefault(json.dumps(trial.settings), []).append((trial, record))
-    gathered = []
-    for pairs in outcomes.values():
-        ended = [record for _, record in pairs if record is not None]
-        gathered.append(
-            Outcome(
-                settings=pairs[0][0].settings,
-                scores=[_score(record) for record in ended],
-                tasks=[record.tasks for record in ended],
-                stopped=len(ended) < len(pairs),
-            )
-        )
-    complete = [outcome for outcome in gathered if not outcome.stopped]
+        groups.setdefault(json.dumps(trial.settings), []).append(trial)
+    outcomes = [_outcome(group) for group in groups.values()]
+    complete = [outcome for outcome in outcomes if outcome.ended]
     if not complete:
-        raise LimpetError("no trial came to its end")
+        failures = [outcome.failure for outcome in outcomes if outcome.failure]
+        raise LimpetError(f"no trial came to its end{f', the first because {failures[0]}' if failures else ''}")
     validated = bool(trials[0].recipe.training.validation)
     best = max(complete, key=lambda outcome: outcome.score)
-    return SweepResult(measured="validation" if validated else "test", outcomes=gathered, best=best.settings)
+    return SweepResult(measured="validation" if validated else "test", outcomes=outcomes, best=best.settings)
+
+
+def _outcome(group: list[Trial]) -> Outcome:
+    records = [RunFolder(trial.folder).load_record() for trial in group]
+    failures = [path.read_text() for trial in group if (path := Path(trial.folder) / FAILURE).is_file()]
+    return Outcome(
+        settings=group[0].settings,
+        scores=[_score(record) for record in records if record is not None],
+        ended=None not in records,
+        failure=failures[0] if failures else None,
+    )

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from limpet.errors import LimpetError
 from limpet.experiments.lessons import Lesson
 from limpet.experiments.recipe import Recipe, Training
 
@@ -88,7 +89,12 @@ class TaskTraining:
             losses.append(loss.detach())
             on_update(number + 1, self.updates_per_epoch)
         at.epoch += 1
-        return float(torch.stack(losses).mean())
+        mean = float(torch.stack(losses).mean())
+        if not math.isfinite(mean):
+            raise LimpetError(
+                f"training diverged in epoch {at.epoch} of task {self.task + 1}: a smaller training.lr may help"
+            )
+        return mean
 
     def judge(self, validation: float) -> None:
         """Note the validation accuracy of the epoch, for early stopping."""

@@ -1,0 +1,120 @@
+"""Runs and sweeps whose process is killed with SIGKILL, at moments that nobody chose, go on to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from limpet.experiments.record import RunFolder
+
+
+@contextmanager
+def started(*words: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`limpet ...` as a process of its own; it and all it started end with the block, whatever happens."""
+    command = [sys.executable, "-m", "limpet.cli", *words]
+    with (folder / "log.txt").open("ab") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield process
+    finally:
+        _kill([process.pid, *(child.pid for child in _children(process.pid))])
+        process.wait(30)
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+RUN = [
+    *("run", "permuted-mnist", "--tasks", "3", "--epochs", "15", "--threads", "1", "--checkpoint-seconds", "0"),
+    *("--set", "training.batch_size=4", "--set", "memory.every=3", "--set", "evaluation.track=50"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sign", "kills"), [(signal.SIGKILL, 20), (signal.SIGTERM, 2)])
+def test_a_run_killed_at_random_moments(tmp_path: Path, small_data: Path, sign: signal.Signals, kills: int) -> None:
+    def finish(name: str) -> tuple[RunFolder, float, float]:
+        """The run to its end; seconds until its first checkpoint, and from there."""
+        folder, begin, first = RunFolder(tmp_path / name), time.monotonic(), 0.0
+        with started(*RUN, "--out", name, "--resume", folder=tmp_path) as process:
+            while process.poll() is None and time.monotonic() < begin + 120:
+                first = first or (folder.checkpoint.exists() and time.monotonic() - begin)
+                time.sleep(0.01)
+            assert process.wait() == 0, (tmp_path / "log.txt").read_text()
+        return folder, first, time.monotonic() - begin - first
+
+    whole, start, length = finish("whole")
+    moments, killed, names = random.Random(0), 0, ["killed-0"]
+    while killed < kills:
+        with started(*RUN, "--out", names[-1], "--resume", folder=tmp_path) as process:
+            try:
+                process.wait(start + moments.uniform(-0.5, 0.4 * length))
+            except subprocess.TimeoutExpired:
+                process.send_signal(sign)
+                process.wait(30)
+                killed += 1
+        if RunFolder(tmp_path / names[-1]).record.exists():  # it came to its end: begin another one
+            names.append(f"killed-{len(names)}")
+    finish(names[-1])
+    expected = whole.load_record()
+    assert expected is not None
+    for name in names:
+        folder = RunFolder(tmp_path / name)
+        assert folder.memory.read_bytes() == whole.memory.read_bytes()
+        assert folder.model.read_bytes() == whole.model.read_bytes()
+        record = folder.load_record()
+        assert record is not None and not folder.checkpoint.exists()
+        assert (record.accuracy, record.nll, record.curve) == (expected.accuracy, expected.nll, expected.curve)
+
+
+SWEEP = [
+    *("sweep", "permuted-mnist", "--tasks", "3", "--epochs", "20", "--grid", "memory.strength=0,3,30"),
+    *("--seed", "0", "--seed", "1", "--set", "training.batch_size=10", "--set", "training.validation=50"),
+    *("--set", "training.lr=0.01"),
+    *("--out", "sweep", "--resume"),
+]
+
+
+@pytest.mark.slow
+def test_a_sweep_whose_driver_is_killed(tmp_path: Path, small_data: Path) -> None:
+    folder = tmp_path / "sweep"
+    with started(*SWEEP, folder=tmp_path) as process:
+        deadline = time.monotonic() + 180
+        while not list(folder.rglob("run.json")):  # the first trial has come to its end
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log.txt").read_text()
+            time.sleep(0.2)
+    finished = {path: path.stat().st_mtime_ns for path in folder.rglob("run.json")}
+    assert len(finished) < 6 and not (folder / "sweep.json").exists()
+    with started(*SWEEP, folder=tmp_path) as process:
+        assert process.wait(300) == 0, (tmp_path / "log.txt").read_text()
+    assert all(path.stat().st_mtime_ns == before for path, before in finished.items())  # not done again
+    result = json.loads((folder / "sweep.json").read_text())
+    assert result["measured"] == "validation"
+    scores = {}
+    for strength in (0, 3, 30):
+        records = [RunFolder(folder / f"strength={strength}" / f"seed{seed}").load_record() for seed in (0, 1)]
+        scores[strength] = sum(record.metrics["validation_accuracy"] or 0 for record in records if record) / 2
+    assert len(list(folder.rglob("run.json"))) == 6
+    assert {o["settings"]["memory.strength"]: sum(o["scores"]) / 2 for o in result["outcomes"]} == pytest.approx(scores)
+    assert result["best"] == {"memory.strength": max(scores, key=lambda s: scores[s])}
