@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
+import secrets
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -89,7 +94,7 @@ def test_a_run_killed_at_random_moments(tmp_path: Path, small_data: Path, sign: 
 
 
 SWEEP = [
-    *("sweep", "permuted-mnist", "--tasks", "3", "--epochs", "20", "--grid", "memory.strength=0,3,30"),
+    *("sweep", "disjoint-mnist", "--epochs", "30", "--grid", "memory.strength=0,300,100000"),
     *("--seed", "0", "--seed", "1", "--set", "training.batch_size=10", "--set", "training.validation=50"),
     *("--set", "training.lr=0.01"),
     *("--out", "sweep", "--resume"),
@@ -112,9 +117,46 @@ def test_a_sweep_whose_driver_is_killed(tmp_path: Path, small_data: Path) -> Non
     result = json.loads((folder / "sweep.json").read_text())
     assert result["measured"] == "validation"
     scores = {}
-    for strength in (0, 3, 30):
+    for strength in (0, 300, 100000):
         records = [RunFolder(folder / f"strength={strength}" / f"seed{seed}").load_record() for seed in (0, 1)]
         scores[strength] = sum(record.metrics["validation_accuracy"] or 0 for record in records if record) / 2
     assert len(list(folder.rglob("run.json"))) == 6
     assert {o["settings"]["memory.strength"]: sum(o["scores"]) / 2 for o in result["outcomes"]} == pytest.approx(scores)
     assert result["best"] == {"memory.strength": max(scores, key=lambda s: scores[s])}
+
+
+@pytest.mark.slow
+def test_a_sweep_with_asha_on_a_cluster_of_two_nodes(
+    tmp_path: Path, small_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ray start --head` and a second node of one processor each: two trials at once need both."""
+    ray_folder = Path(tempfile.mkdtemp(prefix="ray"))  # short: Ray keeps sockets there, whose paths are limited
+    address = f"127.0.0.1:{_free_port()}"
+    for name, value in (("TMPDIR", ray_folder), ("AUTH_MODE", "token"), ("AUTH_TOKEN", secrets.token_hex(32))):
+        monkeypatch.setenv(f"RAY_{name}", str(value))
+    node = ["--node-ip-address=127.0.0.1", "--num-cpus=1", "--disable-usage-stats"]
+    try:
+        for words in (["--head", f"--port={address[10:]}", "--include-dashboard=false"], [f"--address={address}"]):
+            command = [sys.executable, "-m", "ray.scripts.scripts", "start", *words, *node]
+            subprocess.run(command, check=True, capture_output=True, timeout=120)
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with started(*SWEEP, "--scheduler", "asha", folder=tmp_path) as process:
+            assert process.wait(300) == 0, (tmp_path / "log.txt").read_text()
+    finally:
+        _kill([p.pid for p in psutil.process_iter(["cmdline"]) if str(ray_folder) in " ".join(p.info["cmdline"] or [])])
+        shutil.rmtree(ray_folder, ignore_errors=True)
+    result = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
+    ended = {o["settings"]["memory.strength"]: (len(o["scores"]), sum(o["scores"])) for o in result["outcomes"]}
+    assert len(ended) == 3 and result["best"] == {"memory.strength": max(ended, key=lambda s: ended[s])}
+    assert max(ended.values())[0] >= 1
+    spans = [
+        (folder.recipe.stat().st_mtime, folder.record.stat().st_mtime)
+        for folder in (RunFolder(path.parent) for path in (tmp_path / "sweep").rglob("run.json"))
+    ]
+    assert any(a[0] < b[1] and b[0] < a[1] for a, b in itertools.combinations(spans, 2))
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])

@@ -127,9 +127,9 @@ def sweep_command(
         result = sweep(trials, folder, asha=scheduler == "asha", cpus=cpus, gpus=gpus, resume=resume, say=console.print)
     table = Table(*values, f"{result.measured} accuracy (%)", "seeds")
     for outcome in result.outcomes:
-        best = "bold" if outcome.settings == result.best else ""
-        score = f"{outcome.score:.2f}" if outcome.ended else outcome.failure or "stopped early"
-        table.add_row(*map(str, outcome.settings.values()), score, str(len(outcome.scores)), style=best)
+        score = outcome.failure or "stopped early" if outcome.score is None else f"{outcome.score:.2f}"
+        style = "bold" if outcome.settings == result.best else ""
+        table.add_row(*map(str, outcome.settings.values()), score, f"{len(outcome.scores)} of {len(seed)}", style=style)
     console.print(table)
     if result.measured == "test":
         console.print("[dim]chosen by test accuracy; --set training.validation=10000 holds data out to choose by[/dim]")

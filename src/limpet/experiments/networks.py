@@ -61,7 +61,9 @@ def lenet(
         layers += [nn.Conv2d(inputs, outputs, 5), nn.ReLU(), nn.MaxPool2d(2)]
         inputs, side = outputs, (side - 4) // 2
     layers += [nn.Flatten(), nn.Linear(inputs * side * side, hidden), nn.ReLU()]
-    return Network(nn.Sequential(*layers), hidden, heads)
+    network = Network(nn.Sequential(*layers), hidden, heads)
+    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # a quarter faster on a CPU
+    return network
 
 
 def parameter_count(model: nn.Module) -> int:

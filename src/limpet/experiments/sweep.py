@@ -19,6 +19,7 @@ from limpet.errors import LimpetError
 from limpet.experiments.recipe import Part, Recipe, checked
 from limpet.experiments.record import Record, RunFolder, compact_json, write_text
 from limpet.experiments.runner import Watcher, run
+from limpet.experiments.sequences import SEQUENCES
 
 STARTS = 3
 FAILURE = "failure.txt"
@@ -35,17 +36,21 @@ class Trial(Part):
 
 
 class Outcome(Part):
-    """What became of the trials with the same settings, over all seeds."""
+    """What became of the trials with the same settings: a score for every seed that came to its end."""
 
     settings: dict[str, Any]
     scores: list[float]
-    ended: bool  # every seed came to its end; otherwise the scheduler stopped one, or it failed
     failure: str | None = None
 
     @property
-    def score(self) -> float:
+    def rank(self) -> tuple[int, float]:
+        """What the best one has most of: seeds that came to their end, then the mean over them."""
+        return len(self.scores), self.score or 0.0
+
+    @property
+    def score(self) -> float | None:
         """The mean over seeds."""
-        return sum(self.scores) / len(self.scores)
+        return sum(self.scores) / len(self.scores) if self.scores else None
 
 
 class SweepResult(Part):
@@ -111,17 +116,19 @@ def sweep(
 
 
 def _tune(trials: list[Trial], out: Path, asha: bool, cpus: float, gpus: float, say: Callable[[str], None]) -> None:
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the older output is silent when asked to be
     try:
         import ray
         from ray import tune
         from ray.tune.schedulers import ASHAScheduler
     except ImportError as error:
         raise LimpetError("sweeps run on Ray Tune: pip install 'limpet[sweep]'") from error
-    tasks = _longest(trials)
     scheduler: Any = None  # every trial to its end
     if asha:
-        scheduler = ASHAScheduler(time_attr="tasks", max_t=tasks, grace_period=max(1, tasks // 10), reduction_factor=3)
-    logging.getLogger("ray").setLevel(logging.ERROR)
+        tasks = _tasks(trials[0].recipe)
+        grace = max(1, tasks // 10)
+        # A trial that has reached max_t is stopped, so the step after the last task is the end of the run itself.
+        scheduler = ASHAScheduler(time_attr="step", max_t=tasks + 1, grace_period=grace, reduction_factor=3)
     connect(say)
     try:
         tuner = tune.Tuner(
@@ -151,7 +158,12 @@ def connect(say: Callable[[str], None]) -> None:
     passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     for attempt in range(1, STARTS + 1):
         try:
-            ray.init(log_to_driver=False, include_dashboard=False, runtime_env={"env_vars": passed_on})
+            ray.init(
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                include_dashboard=False,
+                runtime_env={"env_vars": passed_on},
+            )
             return
         except Exception as error:  # noqa: PERF203  # Ray raises many kinds: RuntimeError, TimeoutError, its own
             ray.shutdown()
@@ -175,7 +187,7 @@ class _Reporter(Watcher):
         from ray import tune
 
         if record.accuracy[-1]:
-            tune.report({"score": record.mean_accuracy, "tasks": record.tasks})
+            tune.report({"score": record.mean_accuracy, "step": record.tasks})
 
 
 def _trial(config: dict[str, Any]) -> None:
@@ -187,15 +199,12 @@ def _trial(config: dict[str, Any]) -> None:
         record = run(trial.recipe, trial.folder, resume=True, watcher=_Reporter())
     except LimpetError as error:  # it would fail again: a result like any other
         write_text(Path(trial.folder) / FAILURE, str(error))
-        tune.report({"score": 0.0, "tasks": 0})
+        tune.report({"score": 0.0, "step": 0})
     else:
-        tune.report({"score": _score(record), "tasks": record.tasks})
+        tune.report({"score": _score(record), "step": record.tasks + 1})
 
 
-def _longest(trials: list[Trial]) -> int:
-    from limpet.experiments.sequences import SEQUENCES
-
-    recipe = trials[0].recipe
+def _tasks(recipe: Recipe) -> int:
     return SEQUENCES[recipe.experiment](recipe.tasks, scenario=recipe.scenario).tasks
 
 
@@ -205,17 +214,16 @@ def _score(record: Record) -> float:
 
 
 def collect(trials: list[Trial]) -> SweepResult:
-    """What the folders say. Settings with a trial that failed or was stopped early never win."""
+    """What the folders say."""
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(json.dumps(trial.settings), []).append(trial)
     outcomes = [_outcome(group) for group in groups.values()]
-    complete = [outcome for outcome in outcomes if outcome.ended]
-    if not complete:
+    best = max(outcomes, key=lambda outcome: outcome.rank)
+    if not best.scores:
         failures = [outcome.failure for outcome in outcomes if outcome.failure]
         raise LimpetError(f"no trial came to its end{f', the first because {failures[0]}' if failures else ''}")
     validated = bool(trials[0].recipe.training.validation)
-    best = max(complete, key=lambda outcome: outcome.score)
     return SweepResult(measured="validation" if validated else "test", outcomes=outcomes, best=best.settings)
 
 
@@ -225,6 +233,5 @@ def _outcome(group: list[Trial]) -> Outcome:
     return Outcome(
         settings=group[0].settings,
         scores=[_score(record) for record in records if record is not None],
-        ended=None not in records,
         failure=failures[0] if failures else None,
     )
