@@ -94,9 +94,9 @@ class Settings:
     def __init__(self, state: State) -> None:
         self._values: Mapping[str, Any] = state["metadata"]["settings"]
 
-    def number(self, name: str) -> float:
-        """A finite number >= 0."""
-        return finite_number(name, self._values.get(name))
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number >= 0; the default where an older file does not have it."""
+        return finite_number(name, self._values.get(name, default))
 
     def whole(self, name: str) -> int:
         """A whole number >= 0."""

@@ -1,6 +1,6 @@
 """One pass over data that gives every block's Fisher, and leaves the model as it was."""
 
-from limpet.curvature.batches import Forward
+from limpet.curvature.batches import Forward, total_examples
 from limpet.curvature.blocks import (
     DIRECT,
     Block,
@@ -11,7 +11,7 @@ from limpet.curvature.blocks import (
     unwrapped,
 )
 from limpet.curvature.checkpoint import Checkpoint
-from limpet.curvature.fisher import FISHERS, Fisher, FisherPass
+from limpet.curvature.fisher import FISHERS, Displacement, Fisher, FisherPass
 from limpet.curvature.guard import untouched
 from limpet.curvature.structure import Structure
 
@@ -20,6 +20,7 @@ __all__ = [
     "FISHERS",
     "Block",
     "Checkpoint",
+    "Displacement",
     "Fisher",
     "FisherPass",
     "Forward",
@@ -28,6 +29,7 @@ __all__ = [
     "is_excluded",
     "named_parameters",
     "plain",
+    "total_examples",
     "untouched",
     "unwrapped",
 ]

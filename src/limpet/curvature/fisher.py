@@ -8,7 +8,7 @@ seen, the sums are scaled up by N / seen.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from limpet.curvature.audit import gradients_at, not_by_example, unseen
 from limpet.curvature.batches import Forward, batch_size, call, check_batches, part, prepared, total_examples
 from limpet.curvature.blocks import Block, named_parameters
 from limpet.curvature.checkpoint import Checkpoint
-from limpet.curvature.guard import untouched
+from limpet.curvature.guard import shifted, untouched
 from limpet.curvature.progress import Progress
 from limpet.curvature.record import Recorder
 from limpet.curvature.structure import Structure
@@ -32,6 +32,10 @@ from limpet.precision import Term
 FISHERS = ("auto", "exact", "sampled", "empirical")
 EXACT_UP_TO = 16
 """Classes (or outputs) up to which fisher="auto" is exact."""
+
+
+Displacement = Callable[[int], Mapping[str, Tensor]]
+"""Where batch number i is measured: what is added to the weights, by parameter."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class FisherPass:
         draws: int = 1,
         seed: int = 0,
         forward: Forward | None = None,
+        displacement: Displacement | None = None,
     ) -> None:
         self.model = model
         self.blocks = list(blocks)
@@ -76,6 +81,7 @@ class FisherPass:
         self.draws = draws
         self.seed = seed
         self.forward = forward
+        self.displacement = displacement
         self.parameters = named_parameters(model)
         self.recorder = Recorder()
         self.begin_anew(set())
@@ -146,7 +152,8 @@ class FisherPass:
                 if number < known:
                     continue  # read before the pass was stopped
                 before = self.seen
-                self._take(batch, None if limit is None else limit - self.seen)
+                with shifted(self.parameters, self.displacement(number) if self.displacement else {}):
+                    self._take(batch, None if limit is None else limit - self.seen)
                 self.batches = number + 1
                 bar.update(self.seen - before)
                 if checkpoint is not None and self.sums and checkpoint.due():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,19 @@ def untouched(model: nn.Module, batches: Any = None) -> Iterator[None]:
                 module.training = mode
             for module, name, buffer, copy in buffers:
                 _restore_buffer(module, name, buffer, copy)
+
+
+@contextmanager
+def shifted(parameters: Mapping[str, nn.Parameter], displacement: Mapping[str, Tensor]) -> Iterator[None]:
+    """Run the body at weights + displacement. The weights' own tensors are put aside, so they come back bit for bit."""
+    aside = {name: parameters[name].data for name in displacement}
+    try:
+        for name, own in aside.items():
+            parameters[name].data = own + displacement[name].to(own.device, own.dtype)
+        yield
+    finally:
+        for name, own in aside.items():
+            parameters[name].data = own
 
 
 def _restore_buffer(module: nn.Module, name: str, buffer: Tensor | None, copy: Tensor | None) -> None:

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import limpet
-from limpet.errors import LimpetError
+from limpet.errors import LimpetError, NotProtectedWarning
 from limpet.experiments.lessons import Lesson
 from limpet.experiments.recipe import Recipe
 from limpet.experiments.registry import Registry
@@ -135,6 +136,7 @@ class Laplace(WithMemory):
             strength=options.strength,
             prior_precision=options.prior_precision,
             fisher=options.fisher,
+            smoothing=options.smoothing,
             seed=recipe.seed,
         )
 
@@ -143,13 +145,15 @@ class Laplace(WithMemory):
         options: dict[str, Any] = {}
         if isinstance(self.memory, limpet.ApproximateLaplace):
             options["earlier"] = [Shuffled(older, self.recipe.seed) for older in earlier()]
-        self.memory.consolidate(
-            Shuffled(lesson, self.recipe.seed),
-            limit=self.recipe.memory.limit,
-            forward=_forward,
-            progress=False,
-            **options,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotProtectedWarning)  # heads of other tasks go unused
+            self.memory.consolidate(
+                Shuffled(lesson, self.recipe.seed),
+                limit=self.recipe.memory.limit,
+                forward=_forward,
+                progress=False,
+                **options,
+            )
 
 
 @METHODS.register("online-laplace")

@@ -75,6 +75,7 @@ class Holding(Part):
     strength: float = Field(1.0, ge=0)
     prior_precision: float = Field(1.0, ge=0)
     fisher: Literal["auto", "exact", "sampled", "empirical"] = "auto"
+    smoothing: float = Field(0.0, ge=0)
     limit: int | None = Field(None, ge=1)
     every: int = Field(8, ge=1)
     mode: Literal["auto", "proximal", "gradient"] = "auto"

@@ -3,23 +3,49 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from limpet import store
-from limpet.curvature import DIRECT, FISHERS, Checkpoint, Fisher, FisherPass, Forward
-from limpet.errors import FallbackWarning, NotProtectedWarning, positive_whole, warn, whole_number
+from limpet.curvature import (
+    DIRECT,
+    FISHERS,
+    Checkpoint,
+    Displacement,
+    Fisher,
+    FisherPass,
+    Forward,
+    total_examples,
+)
+from limpet.errors import (
+    FallbackWarning,
+    LimpetError,
+    NotProtectedWarning,
+    finite_number,
+    positive_whole,
+    warn,
+    whole_number,
+)
 from limpet.likelihoods import Likelihood
 from limpet.methods.memory import MAX_SIDE, Memory
 from limpet.posterior import Held
 from limpet.precision import Precision
+from limpet.surroundings import surroundings
+
+LOOK = 2000
+"""Examples that are enough to see the shape of a task's Fisher."""
 
 
 class Laplace(Memory):
-    """A memory whose precision is a Fisher, measured at the end of each task."""
+    """A memory whose precision is a Fisher, measured at the end of each task.
+
+    With `smoothing` it is measured not at the mode but at weights around it, another draw for every batch, as far away
+    as raise the loss by so many nats per example. Its mean is the curvature of the smoothed loss E[loss(w + z)], which
+    knows what a point does not: the loss rises faster than the quadratic at its mode. It costs a second, short pass.
+    """
 
     def __init__(
         self,
@@ -32,12 +58,14 @@ class Laplace(Memory):
         fisher: str = "auto",
         prior_mean: str = "zero",
         exclude: Iterable[str | nn.Module | nn.Parameter] = (),
+        smoothing: float = 0.0,
         draws: int = 1,
         seed: int = 0,
         max_side: int = MAX_SIDE,
     ) -> None:
         if fisher not in FISHERS:
             raise ValueError(f"fisher must be one of {', '.join(FISHERS)}, not {fisher!r}")
+        self.smoothing = finite_number("smoothing", smoothing)
         self.fisher, self.draws, self.seed = fisher, positive_whole("draws", draws), whole_number("seed", seed)
         super().__init__(
             model,
@@ -82,7 +110,24 @@ class Laplace(Memory):
         checkpoint: Checkpoint | None = None,
     ) -> Fisher:
         self._refuse_inside_protect()
-        one_pass = FisherPass(
+        around = self._surroundings(batches, examples, limit, forward) if self.smoothing else None
+        return self._pass(forward, around).run(
+            batches, examples=examples, limit=limit, progress=progress, checkpoint=checkpoint
+        )
+
+    def _surroundings(
+        self, batches: Iterable[Any], examples: int | None, limit: int | None, forward: Forward | None
+    ) -> Displacement | None:
+        """A short look at the mode, and from it where around the mode to measure."""
+        if isinstance(batches, Iterator):
+            raise LimpetError("smoothing reads the data twice: give a loader or a list of batches, not an iterator")
+        sized = examples is not None or isinstance(batches, Sequence) or total_examples(batches) is not None
+        short = min(limit or LOOK, LOOK) if sized or limit is not None else None
+        look = self._pass(forward, None).run(batches, examples=examples, limit=short, progress=False)
+        return surroundings(self.posterior, look, self.strength, self.smoothing, self.seed + self.tasks)
+
+    def _pass(self, forward: Forward | None, displacement: Displacement | None) -> FisherPass:
+        return FisherPass(
             self.model,
             self._planned(),
             self.likelihood,
@@ -91,8 +136,8 @@ class Laplace(Memory):
             draws=self.draws,
             seed=self.seed + self.tasks,
             forward=forward,
+            displacement=displacement,
         )
-        return one_pass.run(batches, examples=examples, limit=limit, progress=progress, checkpoint=checkpoint)
 
     def _settle(self, fishers: list[Fisher]) -> None:
         """Let what the passes found become the memory: the newest task is the last of them."""
@@ -140,12 +185,14 @@ class Laplace(Memory):
         return precision
 
     def _settings(self) -> dict[str, Any]:
-        return {**super()._settings(), "fisher": self.fisher, "draws": self.draws, "seed": self.seed}
+        own = {"fisher": self.fisher, "smoothing": self.smoothing, "draws": self.draws, "seed": self.seed}
+        return {**super()._settings(), **own}
 
     def _read_settings(self, settings: store.Settings) -> dict[str, Any]:
         return {
             **super()._read_settings(settings),
             "fisher": settings.choice("fisher", FISHERS),
+            "smoothing": settings.number("smoothing", 0.0),
             "draws": max(settings.whole("draws"), 1),
             "seed": settings.whole("seed"),
         }

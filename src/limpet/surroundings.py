@@ -1,0 +1,105 @@
+"""Weights around the mode, drawn as the memory's Gaussian lies, and as far away as the loss is predicted to rise.
+
+    z ~ N(0, (L / T + I / v)^-1),    T such that 1/2 z^T F z / N = rise
+
+with L the precision that the task will leave, F the task's own Fisher and v the mean square of the block's weights: in
+directions that nothing holds, no weight moves further than weights are large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from limpet.curvature import Block, Fisher
+from limpet.posterior import Posterior
+from limpet.precision import KroneckerSum, Precision, Term
+
+CLOSE = 0.05
+"""How near the predicted rise has to come to the one asked for, relatively."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A block with the precision that the task will leave, the task's own Fisher, and the weights' mean square."""
+
+    block: Block
+    precision: Precision
+    fisher: Precision
+    square: float
+
+    def draw(self, temperature: float, generator: torch.Generator) -> Tensor:
+        """One displacement of the block."""
+        cooled: Any = self.precision.scale(1 / temperature)
+        return replace(cooled, prior=cooled.prior + 1 / self.square).sample(generator)  # type: ignore[no-any-return]
+
+
+class Surroundings:
+    """Displacements of the weights by number; the same number gives the same one."""
+
+    def __init__(self, places: Sequence[Place], examples: int, rise: float, seed: int) -> None:
+        self.places, self.examples, self.seed = places, examples, seed
+        self.temperature = self._solve(rise)
+
+    def __call__(self, number: int) -> dict[str, Tensor]:
+        """Displacement `number`, by parameter."""
+        drawn = self._drawn(self.temperature, number)
+        return {
+            name: part
+            for place, z in zip(self.places, drawn, strict=True)
+            for name, part in zip(place.block.parameters, place.block.split(z), strict=True)
+        }
+
+    def _drawn(self, temperature: float, number: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed((self.seed << 20) + number)
+        return [place.draw(temperature, generator) for place in self.places]
+
+    def predicted(self, temperature: float) -> float:
+        """The predicted rise of the loss at one displacement, in nats per example."""
+        drawn = self._drawn(temperature, 0)
+        rises = [place.fisher.quadratic(z) for place, z in zip(self.places, drawn, strict=True)]
+        return sum(map(float, rises)) / (2 * self.examples)
+
+    def _solve(self, rise: float) -> float:
+        """The temperature, by the secant method on logarithms: the rise goes as a power of it, at most the first."""
+        at, power, before = 0.0, 1.0, (math.nan, math.nan)
+        for _ in range(12):
+            off = math.log(max(self.predicted(math.exp(at)), 1e-300) / rise)
+            if abs(off) < CLOSE:
+                break
+            if not math.isnan(before[0]) and at != before[0]:
+                power = min(max((off - before[1]) / (at - before[0]), 0.2), 1.0)
+            before = at, off
+            at = min(max(at - off / power, -30.0), 30.0)
+        return math.exp(at)
+
+
+@torch.no_grad()
+def surroundings(posterior: Posterior, fisher: Fisher, strength: float, rise: float, seed: int) -> Surroundings | None:
+    """Where the weights may go after a task whose Fisher is this; None where it says nothing."""
+    trial = copy(posterior)
+    trial.arrange(fisher.blocks)
+    weights, places = trial.weights(), []
+    for held in trial.held.values():
+        terms = fisher.terms.get(held.block.name, [])
+        square = float(held.matrix(weights).detach().square().mean())
+        if terms and square > 0 and not fisher.unused.issuperset(held.block.parameters):
+            after = _with(held.precision, terms, strength)
+            alone = _with(trial.without_tasks(held).precision, terms, 1.0).fisher()
+            places.append(Place(held.block, after, alone, square))
+    examined = sum(float(place.fisher.trace()) for place in places)
+    return Surroundings(places, fisher.examples, rise, seed) if examined > 0 else None
+
+
+def _with(precision: Precision, terms: Sequence[Term], strength: float) -> Precision:
+    """The precision with the terms added; of a growing sum, its form of constant size, which can be drawn from."""
+    precision = precision.eigenbasis if isinstance(precision, KroneckerSum) else precision
+    for term in terms:
+        precision = precision.add(term, strength)
+    return precision
