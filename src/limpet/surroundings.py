@@ -31,13 +31,17 @@ class Place:
 
     block: Block
     precision: Precision
-    fisher: Precision
+    fisher: Sequence[Term]
     square: float
 
     def draw(self, temperature: float, generator: torch.Generator) -> Tensor:
         """One displacement of the block."""
         cooled: Any = self.precision.scale(1 / temperature)
         return replace(cooled, prior=cooled.prior + 1 / self.square).sample(generator)  # type: ignore[no-any-return]
+
+    def rise(self, z: Tensor) -> float:
+        """1/2 z^T F z."""
+        return sum(float((z * term.apply(z)).sum()) for term in self.fisher) / 2
 
 
 class Surroundings:
@@ -63,8 +67,7 @@ class Surroundings:
     def predicted(self, temperature: float) -> float:
         """The predicted rise of the loss at one displacement, in nats per example."""
         drawn = self._drawn(temperature, 0)
-        rises = [place.fisher.quadratic(z) for place, z in zip(self.places, drawn, strict=True)]
-        return sum(map(float, rises)) / (2 * self.examples)
+        return sum(place.rise(z) for place, z in zip(self.places, drawn, strict=True)) / self.examples
 
     def _solve(self, rise: float) -> float:
         """The temperature, by the secant method on logarithms: the rise goes as a power of it, at most the first."""
@@ -82,7 +85,7 @@ class Surroundings:
 
 @torch.no_grad()
 def surroundings(posterior: Posterior, fisher: Fisher, strength: float, rise: float, seed: int) -> Surroundings | None:
-    """Where the weights may go after a task whose Fisher is this; None where it says nothing."""
+    """Where the weights may go after a task whose Fisher is this; None where no block has weights and a Fisher."""
     trial = copy(posterior)
     trial.arrange(fisher.blocks)
     weights, places = trial.weights(), []
@@ -90,11 +93,8 @@ def surroundings(posterior: Posterior, fisher: Fisher, strength: float, rise: fl
         terms = fisher.terms.get(held.block.name, [])
         square = float(held.matrix(weights).detach().square().mean())
         if terms and square > 0 and not fisher.unused.issuperset(held.block.parameters):
-            after = _with(held.precision, terms, strength)
-            alone = _with(trial.without_tasks(held).precision, terms, 1.0).fisher()
-            places.append(Place(held.block, after, alone, square))
-    examined = sum(float(place.fisher.trace()) for place in places)
-    return Surroundings(places, fisher.examples, rise, seed) if examined > 0 else None
+            places.append(Place(held.block, _with(held.precision, terms, strength), terms, square))
+    return Surroundings(places, fisher.examples, rise, seed) if places else None
 
 
 def _with(precision: Precision, terms: Sequence[Term], strength: float) -> Precision:

@@ -50,7 +50,8 @@ class Examples:
         """Some rows, ready for a network."""
         inputs = self.inputs[rows]
         if not inputs.is_floating_point():
-            inputs = inputs.to(torch.get_default_dtype()).sub_(255 * self.mean).div_(255 * self.std)
+            shift = torch.tensor(-self.mean / self.std, device=inputs.device)
+            inputs = torch.add(shift, inputs.to(shift.dtype), alpha=1 / (255 * self.std))
         return inputs, self.labels[rows]
 
     def batches(self, size: int, order: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -99,6 +99,23 @@ def accuracy_over_tasks(experiment: Experiment) -> Any:
     return figure
 
 
+def the_first_task(experiment: Experiment) -> Any:
+    """All tasks and the first one: without a memory, with a diagonal, with Kronecker factors."""
+    labels = ("fine-tuning", "online-laplace/diagonal", "online-laplace/kronecker")
+    if not all(map(experiment.has, labels)) or experiment.variants[0].records[0].tasks < 3:
+        return None
+    figure, axes = _axes(1, 2, (9, 3.4), sharey=True)
+    names = ("plain training", "diagonal", "Kronecker")
+    panels = {"mean of all tasks so far": lambda row: sum(row) / len(row), "the first task": lambda row: row[0]}
+    for axis, (title, statistic) in zip(axes[0], panels.items(), strict=True):
+        for label, name in zip(labels, names, strict=True):
+            axis.plot(*_statistic(experiment.best(label), statistic), label=name, linewidth=2, **_style(label))
+        axis.set(title=title, xlabel="tasks learned")
+    axes[0, 0].set_ylabel("test accuracy (%)")
+    axes[0, 0].legend(frameon=False, loc="lower left")
+    return figure
+
+
 def _named(experiment: Experiment, variant: Variant) -> str:
     """The label, with the strength where the method has one."""
     name = variant.label.replace("/", ", ")
@@ -190,6 +207,7 @@ def curves_through_training(experiment: Experiment) -> Any:
 
 FIGURES: dict[str, Callable[[Experiment], Any]] = {
     "accuracy": accuracy_over_tasks,
+    "first": the_first_task,
     "strength": effect_of_strength,
     "strengths": accuracy_over_strength,
     "training": curves_through_training,

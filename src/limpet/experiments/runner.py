@@ -129,6 +129,12 @@ class Run:
 
     def go(self) -> Record:
         """Learn every task that is not yet learned."""
+        for _ in self.learn():
+            pass
+        return self.record
+
+    def learn(self) -> Iterator[Record]:
+        """The same task by task: the record after each."""
         self._load()
         if not self.record.untrained:
             scores = [self._score(i) for i in range(len(self.lessons))]
@@ -140,7 +146,8 @@ class Run:
                 self._learn(self.record.tasks, log)
                 log.learned(self.record)
                 self.watcher.learned(self.record)
-        return self._finish()
+                yield self.record
+        self._finish()
 
     def _learn(self, number: int, log: Log) -> None:
         """One task: train, let the method take it in, test."""
@@ -171,7 +178,7 @@ class Run:
         lessons = self.lessons.up_to(number) if self.method.joint else [self.lessons.lesson(number)]
         return TaskTraining(self.model, lessons, self.recipe, number)
 
-    def _finish(self) -> Record:
+    def _finish(self) -> None:
         if self.recipe.training.validation and not self.method.fresh:
             held = [self.lessons.lesson(i) for i in range(len(self.lessons))]
             self._note(validation=[round(self._score_held_out([one]), ROUND) for one in held])
@@ -181,7 +188,6 @@ class Run:
         self.folder.save_model(self.model)
         self.folder.save_record(self.record)
         self.folder.checkpoint.unlink(missing_ok=True)
-        return self.record
 
     # --- measuring -------------------------------------------------------------------------------------------
 

@@ -82,9 +82,7 @@ class KroneckerSum(Precision):
     def apply(self, v: Tensor) -> Tensor:
         result = self.prior * v
         for term, strength in zip(self.terms, self.strengths, strict=True):
-            left = term.outputs.unsqueeze(-1) * v if term.outputs_diagonal else term.outputs @ v
-            both = left * term.inputs.unsqueeze(-2) if term.inputs_diagonal else left @ term.inputs
-            result = result + strength * both
+            result = result + strength * term.apply(v)
         return result
 
     def proximal(self, v: Tensor, step: float) -> Tensor:

@@ -21,6 +21,11 @@ class KroneckerTerm:
     inputs_diagonal: bool = False
     outputs_diagonal: bool = False
 
+    def apply(self, v: Tensor) -> Tensor:
+        """H v Q: this Fisher times v, in the shape of W."""
+        left = self.outputs.unsqueeze(-1) * v if self.outputs_diagonal else self.outputs @ v
+        return left * self.inputs.unsqueeze(-2) if self.inputs_diagonal else left @ self.inputs
+
     def scaled(self, factor: float) -> KroneckerTerm:
         """`factor` times this Fisher."""
         return KroneckerTerm(self.inputs, self.outputs * factor, self.inputs_diagonal, self.outputs_diagonal)
@@ -36,6 +41,10 @@ class DiagonalTerm:
 
     diagonal: Tensor
 
+    def apply(self, v: Tensor) -> Tensor:
+        """This Fisher times v, in the shape of W."""
+        return self.diagonal * v
+
     def scaled(self, factor: float) -> DiagonalTerm:
         """`factor` times this Fisher."""
         return DiagonalTerm(self.diagonal * factor)
@@ -50,6 +59,10 @@ class DenseTerm:
     """The whole Fisher (n, n) of W flattened row by row, sub-blocks and all."""
 
     matrix: Tensor
+
+    def apply(self, v: Tensor) -> Tensor:
+        """This Fisher times v, in the shape of W."""
+        return (self.matrix @ v.flatten()).reshape(v.shape)
 
     def scaled(self, factor: float) -> DenseTerm:
         """`factor` times this Fisher."""

@@ -1,0 +1,70 @@
+"""What a whole sequence costs: permuted MNIST with a memory against the same tasks with plain SGD, one thread.
+
+    python benchmarks/sequence.py                 # 50 tasks, as shipped; about 12 minutes
+    python benchmarks/sequence.py --tasks 5
+
+Both runs go on in one process, a task of the one and a task of the other in turn, so that a machine that is slow for a
+while is slow for both. Plain SGD is counted with its training alone, the memory with curvature and evaluation too.
+The data come from the Hugging Face hub, or from where LIMPET_DATA points.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import tempfile
+from pathlib import Path
+
+import torch
+
+import limpet
+from limpet.experiments import RunFolder, Watcher, load_preset
+from limpet.experiments.methods import with_structure
+from limpet.experiments.record import Record
+from limpet.experiments.runner import Run
+
+BOUND = 1.6
+
+
+def measure(tasks: int, epochs: int = 5) -> dict[str, Record]:
+    """The records of both runs, made in turn."""
+    records: dict[str, Record] = {}
+    preset = load_preset("permuted-mnist")
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {}
+        for method in ("fine-tuning", "online-laplace"):
+            settings = {"method": method, "tasks": tasks, "training.epochs": epochs, "threads": 1}
+            recipe = with_structure(preset.resolve(settings))
+            place = RunFolder(Path(folder) / method)
+            place.begin(recipe)
+            runs[method] = Run(recipe, place, Watcher(), checkpoint_seconds=20.0).learn()
+        for _ in range(tasks):
+            records.update({method: next(run) for method, run in runs.items()})
+    return records
+
+
+def ratio(records: dict[str, Record]) -> float:
+    """Everything with the memory over the training without it."""
+    plain, held = (records[method].seconds for method in ("fine-tuning", "online-laplace"))
+    return sum(map(sum, held.model_dump().values())) / sum(plain.training)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=int, default=50)
+    parser.add_argument("--epochs", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    records = measure(options.tasks, options.epochs)
+    print("| method | training (s) | curvature (s) | evaluation (s) | mean accuracy (%) |")
+    print("| --- | --- | --- | --- | --- |")
+    for method, record in records.items():
+        spent = [f"{sum(values):.1f}" for values in record.seconds.model_dump().values()]
+        print(f"| {method} | {' | '.join(spent)} | {record.mean_accuracy:.1f} |")
+    versions = f"limpet {limpet.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    settings = f"{options.tasks} tasks, {options.epochs} epochs"
+    print(f"\n{ratio(records):.2f} times plain SGD (bound: {BOUND}); {settings}; {versions}")
+
+
+if __name__ == "__main__":
+    main()
