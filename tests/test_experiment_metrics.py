@@ -26,6 +26,7 @@ def test_metrics_that_cannot_be_known() -> None:
     assert metrics.average(joint) == 80
     assert metrics.forgetting(joint) is metrics.backward_transfer(joint) is None
     assert metrics.forward_transfer(joint, [0.0, 0.0, 0.0]) is None
+    assert metrics.forgetting([[], [80.0, 90.0], [70.0, 60.0, 95.0]]) is None  # task 1 was not tested when learned
     assert metrics.forgetting([[90.0]]) is metrics.forward_transfer([[90.0]], [0.0]) is None
 
 

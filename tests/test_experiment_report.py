@@ -29,12 +29,14 @@ def record(method: str, structure: str | None, strength: float, seed: int, shift
             "structure": structure,
             "seed": seed,
             "memory": {"strength": strength},
+            "training": {"epochs": more.pop("epochs_asked", 5)},
         },
         "test",
     )
     rows = [[value + shift for value in row] for row in ROWS]
     made = Record(
         recipe=recipe,
+        experiment=f"{recipe.experiment}-3",
         names=["a", "b", "c"],
         untrained=[10.0] * 3,
         accuracy=rows,
@@ -64,6 +66,7 @@ def some_records() -> list[Record]:
     ]
     made.append(record("online-laplace", "kronecker", 30.0, 0, shift=4.0))  # better, but one seed only
     made += [record("online-laplace", "diagonal", s, 0, shift=-10 - s / 10) for s in (1.0, 10.0)]
+    made += [record("online-laplace", "diagonal", 1.0, 0, shift=-9.0 - e, epochs_asked=e) for e in (2, 3)]
     return [*made, record("fine-tuning", None, 1.0, 0, shift=-30.0), record("joint", None, 1.0, 0, shift=2.0)]
 
 
@@ -94,6 +97,18 @@ def test_report_writes_everything_and_again_from_its_own_records(tmp_path: Path)
     report([out], out)
     after = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert after == before
+
+
+def test_runs_are_added_to_results_and_newer_ones_replace_older(tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    first, again = record("si", None, 1.0, 0), record("si", None, 1.0, 0, shift=-20.0)
+    report([write(tmp_path / "first", [first])], out)
+    report([write(tmp_path / "other", [record("joint", None, 1.0, 0)])], out)
+    assert set(json.loads((out / "summary.json").read_text())["permuted-mnist-3"]) == {"si", "joint"}
+    report([write(tmp_path / "again", [again])], out)
+    summary = json.loads((out / "summary.json").read_text())["permuted-mnist-3"]
+    assert summary["si"]["seeds"] == [63.0] and summary["joint"]["seeds"] == [83.0]
+    assert len(list((out / "permuted-mnist-3" / "runs").iterdir())) == 2
 
 
 def test_table(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from limpet.experiments.metrics import score
 from limpet.experiments.networks import build
 from limpet.experiments.recipe import checked, parse_setting, preset_names
 from limpet.experiments.record import RunFolder
+from limpet.experiments.runner import Run
 
 
 @SEQUENCES.register("test-blobs")
@@ -81,7 +82,14 @@ ALL = [
     ("per-task-laplace", "diagonal", {"memory": {"mode": "gradient", "strength": 0.1}}),
     ("approximate-laplace", "kronecker", {"memory": {"limit": 50}}),
     ("si", None, {"training": {"optimizer": "adam", "lr": 0.01}}),
-    ("si", None, {"training": {"validation": 20, "patience": 1, "max_epochs": 5}, "evaluation": {"track": 30}}),
+    (
+        "si",
+        None,
+        {
+            "training": {"validation": 20, "patience": 1, "max_epochs": 5, "schedule": "constant"},
+            "evaluation": {"track": 30},
+        },
+    ),
 ]
 
 
@@ -169,6 +177,41 @@ def test_validation_is_held_out_and_stops_early(tmp_path: Path) -> None:
 def test_divergence_is_said(tmp_path: Path) -> None:
     with pytest.raises(LimpetError, match=r"diverged in epoch \d of task 1: a smaller training.lr"):
         run(recipe("fine-tuning", training={"lr": 1e9}), tmp_path / "run")
+
+
+def test_divergence_in_the_last_update_is_said(tmp_path: Path) -> None:
+    with pytest.raises(LimpetError, match="outputs hold inf or nan: training diverged"):
+        run(recipe("fine-tuning", training={"lr": 1e30, "batch_size": 120, "epochs": 1}), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training": {"patience": 2, "schedule": "constant"}}, "patience needs a validation set"),
+        ({"training": {"patience": 2, "validation": 20}}, "does not go with patience"),
+        ({"training": {"validation": 120}}, "task 1 has only 120 examples"),
+        ({"device": "cuda:77"}, "device 'cuda:77' is not there"),
+        ({"seed": -1}, "seed: Input should be greater than or equal to 0"),
+        ({"memory": {"strength": float("inf")}}, "should be a finite number"),
+    ],
+)
+def test_recipes_that_cannot_be_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(LimpetError, match=message):
+        run(recipe(**changes), tmp_path / "run")
+
+
+@pytest.mark.parametrize("place", ["learned", "_row", "_finish"])
+def test_stopped_between_epochs_and_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    chosen = recipe(training={"batch_size": 25}, memory={"smoothing": 0.01})  # 10 updates: a pull is pending
+    whole = run(chosen, tmp_path / "whole")
+    for _ in range(3):
+        owner: Any = METHODS["online-laplace"] if place == "learned" else Run
+        with monkeypatch.context() as broken, pytest.raises(StoppedError):
+            broken.setattr(owner, place, lambda *_: (_ for _ in ()).throw(StoppedError()))
+            run(chosen, tmp_path / "stopped", resume=True, checkpoint_seconds=0)
+    assert timeless(run(chosen, tmp_path / "stopped", resume=True)) == timeless(whole)
+    first, second = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "stopped")
+    assert first.memory.read_bytes() == second.memory.read_bytes()
 
 
 def test_the_users_own_state_is_as_it_was(tmp_path: Path) -> None:

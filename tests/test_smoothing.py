@@ -13,6 +13,8 @@ from torch import nn
 
 import limpet
 import networks
+from limpet.curvature import FisherPass, Structure, discover
+from limpet.curvature.checkpoint import fingerprint
 from limpet.errors import LimpetError
 from limpet.likelihoods import Categorical
 from limpet.precision import DiagonalTerm
@@ -142,6 +144,39 @@ def test_saved_loaded_and_files_that_do_not_know_it(tmp_path: Path) -> None:
     del state["metadata"]["settings"]["smoothing"]
     loaded.load_state_dict(state)
     assert loaded.smoothing == 0.0
+
+
+def test_a_pass_of_another_smoothing_is_another_pass(tmp_path: Path) -> None:
+    model, x, y = networks.build("linear")
+    found = [around(limpet.OnlineLaplace(model), x, y, rise)[0] for rise in (1e-4, 1e-3)]
+    prints = {
+        fingerprint(FisherPass(model, discover(model), Categorical(), Structure("kronecker", 4096), displacement=place))
+        for place in (None, *found)
+    }
+    assert len(prints) == 3
+
+
+def test_looking_around_leaves_the_memory_as_it_was() -> None:
+    model, x, y = networks.build("linear")
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate([(x, y)])
+    before = dict(memory.posterior.held)
+    around(memory, x, y, 1e-3)
+    assert memory.posterior.held == before
+
+
+def test_batches_of_unknown_size_are_read_whole() -> None:
+    model, x, y = networks.build("linear")
+
+    class Loader:
+        def __iter__(self) -> Any:
+            return iter([(x, y)])
+
+    memory, same = (limpet.OnlineLaplace(model, smoothing=1e-3) for _ in range(2))
+    memory.consolidate(Loader())
+    same.consolidate([(x, y)])
+    for name, held in memory.posterior.held.items():
+        close(held.precision.diagonals()[0], same.posterior.held[name].precision.diagonals()[0])
 
 
 def test_what_cannot_be_is_said() -> None:

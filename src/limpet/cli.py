@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +16,8 @@ from limpet.errors import LimpetError, LimpetWarning
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
 except ImportError as missing:  # the core is installed without the extra
     sys.exit(f"limpet: the command line needs {missing.name}: pip install 'limpet[experiments]'")
@@ -36,7 +41,7 @@ Tasks = Annotated[int | None, typer.Option(help="How many tasks, where the seque
 Scenario = Annotated[str | None, typer.Option(help="task, domain or class, for split sequences.")]
 Strength = Annotated[float | None, typer.Option(help="What the Fisher is multiplied by (for si: its c).")]
 Epochs = Annotated[int | None, typer.Option(help="Epochs a task.")]
-Seeds = Annotated[list[int], typer.Option("--seed", help="Repeat the option for several seeds.")]
+Seeds = Annotated[list[int], typer.Option("--seed", min=0, help="Repeat the option for several seeds.")]
 PresetName = Annotated[str | None, typer.Option("--preset", help="'paper' for the paper's settings, or a YAML file.")]
 Settings = Annotated[list[str], typer.Option("--set", help="Any setting of a recipe: --set training.lr=0.1")]
 Files = Annotated[list[Path], typer.Option("--with", help="A Python file that registers methods, tasks or networks.")]
@@ -112,7 +117,7 @@ def sweep_command(
 
     limpet sweep disjoint-mnist --structure diagonal --seed 0 --seed 1
     """
-    from limpet.experiments.sweep import plan, sweep
+    from limpet.experiments.sweep import ended, plan, sweep
 
     if scheduler not in ("grid", "asha"):
         raise LimpetError(f"--scheduler is grid or asha, not {scheduler!r}")
@@ -123,11 +128,16 @@ def sweep_command(
     folder = out or Path("runs") / "sweeps" / _folder(chosen, words).relative_to("runs")
     trials = plan(chosen, values, seed, folder)
     console.print(f"{len(trials)} trials: {', '.join(f'{k} in {v}' for k, v in values.items())}, seeds {seed}")
-    with console.status("sweeping: each trial writes its own folder ..."):
-        result = sweep(trials, folder, asha=scheduler == "asha", cpus=cpus, gpus=gpus, resume=resume, say=console.print)
+    columns = (TextColumn("trials ended"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        shown = bar.add_task("trials", total=len(trials))
+        with _every_second(lambda: bar.update(shown, completed=ended(trials))):
+            result = sweep(
+                trials, folder, asha=scheduler == "asha", cpus=cpus, gpus=gpus, resume=resume, say=console.print
+            )
     table = Table(*values, f"{result.measured} accuracy (%)", "seeds")
     for outcome in result.outcomes:
-        score = outcome.failure or "stopped early" if outcome.score is None else f"{outcome.score:.2f}"
+        score = escape(outcome.failure or "stopped early") if outcome.score is None else f"{outcome.score:.2f}"
         style = "bold" if outcome.settings == result.best else ""
         table.add_row(*map(str, outcome.settings.values()), score, f"{len(outcome.scores)} of {len(seed)}", style=style)
     console.print(table)
@@ -147,7 +157,8 @@ def report_command(
     """
     from limpet.experiments.report import report
 
-    written = report(folders, out or folders[0])
+    with console.status("drawing ..."):
+        written = report(folders, out or folders[0])
     for path in written:
         console.print(str(path), highlight=False)
 
@@ -203,6 +214,8 @@ def _recipe(
     extra: dict[str, Any] = {"memory.strength": strength, "training.epochs": epochs}
     extra = {key: value for key, value in extra.items() if value is not None} | dict(map(parse_setting, setting))
     overrides = {key: value for key, value in named.items() if value is not None} | extra
+    if "seed" in extra:
+        raise LimpetError("seeds are given by --seed, not by --set")
     if files:
         overrides["files"] = [str(path.resolve()) for path in files]
     # The structure may be the method's default, for which the preset has settings of its own.
@@ -231,8 +244,29 @@ def _folder(recipe: Recipe, words: list[str]) -> Path:
     return Path("runs") / _key(recipe) / "+".join([recipe.label.replace("/", "-"), *words])
 
 
+@contextmanager
+def _every_second(action: Callable[[], None]) -> Iterator[None]:
+    """Do something once a second while the body runs, and once more at its end."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(1):
+            action()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        action()
+
+
 def _one_line(message: Warning | str, *_: Any, **__: Any) -> None:
-    Console(stderr=True).print(f"[yellow]note:[/yellow] {str(message).removeprefix('limpet: ')}", highlight=False)
+    Console(stderr=True).print(
+        f"[yellow]note:[/yellow] {escape(str(message).removeprefix('limpet: '))}", highlight=False
+    )
 
 
 def main() -> None:
@@ -242,8 +276,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         app(standalone_mode=True)
-    except LimpetError as error:
-        Console(stderr=True).print(f"[red]limpet:[/red] {error}", highlight=False, soft_wrap=True)
+    except (LimpetError, OSError, UnicodeDecodeError) as error:
+        Console(stderr=True).print(f"[red]limpet:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

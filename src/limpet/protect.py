@@ -3,10 +3,10 @@
 The objective is mean loss + (1 / N) penalty(w). Two ways to add the penalty:
 
 - gradient: before the step, grad += gradient of the penalty / N. Any optimizer; stiff penalties make SGD diverge.
-- proximal: after the step, w <- argmin 1/(2 s) ||w - v||^2 + penalty(w) / N, which cannot diverge. For SGD, whose
-  step size at rest is s = lr (1 - dampening) / (1 - momentum), Nesterov or not. Taken every k steps with the control
-  variate of ProxSkip (Mishchenko et al. 2022), which keeps the fixed point: with h the force of the penalty, after
-  every step w += s h; every k steps, with S the sum of the s since the last time, z = w - S h, w = prox_S(z),
+- proximal: after the step, w <- argmin 1/(2 s) ||w - v||^2 + penalty(w) / N; no penalty makes it diverge. For SGD,
+  whose step size at rest is s = lr (1 - dampening) / (1 - momentum), Nesterov or not. Taken every k steps with the
+  control variate of ProxSkip (Mishchenko et al. 2022), which keeps the fixed point: with h the force of the penalty,
+  after every step w += s h; every k steps, with S the sum of the s since the last time, z = w - S h, w = prox_S(z),
   h = (w - z) / S.
 """
 

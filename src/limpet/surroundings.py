@@ -51,6 +51,9 @@ class Surroundings:
         self.places, self.examples, self.seed = places, examples, seed
         self.temperature = self._solve(rise)
 
+    def __repr__(self) -> str:
+        return f"<Surroundings seed={self.seed} temperature={self.temperature!r}>"
+
     def __call__(self, number: int) -> dict[str, Tensor]:
         """Displacement `number`, by parameter."""
         drawn = self._drawn(self.temperature, number)
@@ -87,6 +90,7 @@ class Surroundings:
 def surroundings(posterior: Posterior, fisher: Fisher, strength: float, rise: float, seed: int) -> Surroundings | None:
     """Where the weights may go after a task whose Fisher is this; None where no block has weights and a Fisher."""
     trial = copy(posterior)
+    trial.held = dict(posterior.held)
     trial.arrange(fisher.blocks)
     weights, places = trial.weights(), []
     for held in trial.held.values():

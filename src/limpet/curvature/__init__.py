@@ -1,6 +1,6 @@
 """One pass over data that gives every block's Fisher, and leaves the model as it was."""
 
-from limpet.curvature.batches import Forward, total_examples
+from limpet.curvature.batches import Forward, counted_examples
 from limpet.curvature.blocks import (
     DIRECT,
     Block,
@@ -25,11 +25,11 @@ __all__ = [
     "FisherPass",
     "Forward",
     "Structure",
+    "counted_examples",
     "discover",
     "is_excluded",
     "named_parameters",
     "plain",
-    "total_examples",
     "untouched",
     "unwrapped",
 ]

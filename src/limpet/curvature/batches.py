@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,6 +95,15 @@ def _outputs(result: Any) -> Any:
 def _describe(batch: Any) -> str:
     kind = type(batch).__name__
     return f"a {kind} of {len(batch)}" if isinstance(batch, tuple | list) else f"a {kind}"
+
+
+def counted_examples(batches: Iterable[Any]) -> int | None:
+    """How many examples there are, where a loader says so or a list can be gone through."""
+    total = total_examples(batches)
+    if total is None and isinstance(batches, Sequence):
+        sizes = [batch_size(batch) for batch in batches]
+        total = None if None in sizes else sum(size for size in sizes if size is not None)
+    return total
 
 
 def total_examples(batches: Iterable[Any]) -> int | None:

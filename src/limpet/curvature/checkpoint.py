@@ -90,7 +90,7 @@ class Checkpoint:
 def fingerprint(one_pass: FisherPass) -> str:
     """What must be the same for two passes to be one: the weights, and how they are measured."""
     digest = hashlib.sha256()
-    measured = [one_pass.asked, one_pass.draws, one_pass.seed, one_pass.displacement is not None]
+    measured = [one_pass.asked, one_pass.draws, one_pass.seed, one_pass.displacement]
     settings = [one_pass.structure, one_pass.likelihood.describe(), *measured]
     digest.update(repr(settings).encode())
     for name, parameter in sorted(one_pass.parameters.items()):

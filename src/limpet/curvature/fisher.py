@@ -18,7 +18,16 @@ from torch import Tensor, nn
 
 from limpet.curvature.accumulators import Accumulator
 from limpet.curvature.audit import gradients_at, not_by_example, unseen
-from limpet.curvature.batches import Forward, batch_size, call, check_batches, part, prepared, total_examples
+from limpet.curvature.batches import (
+    Forward,
+    batch_size,
+    call,
+    check_batches,
+    counted_examples,
+    part,
+    prepared,
+    total_examples,
+)
 from limpet.curvature.blocks import Block, named_parameters
 from limpet.curvature.checkpoint import Checkpoint
 from limpet.curvature.guard import shifted, untouched
@@ -342,10 +351,7 @@ def _total(batches: Iterable[Any], examples: int | None, limit: int | None) -> i
     """The examples that all batches hold together, where `limit` makes it needed."""
     if limit is None:
         return None
-    total = total_examples(batches)
-    if total is None and isinstance(batches, Sequence):
-        sizes = [batch_size(batch) for batch in batches]
-        total = None if None in sizes else sum(size for size in sizes if size is not None)
+    total = counted_examples(batches)
     if examples is None and total is None:
         raise CurvatureError(
             "with limit=, the pass has to know how many examples the task has altogether, and these batches do "

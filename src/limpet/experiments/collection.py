@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from limpet.errors import LimpetError
+from limpet.experiments.recipe import Recipe
 from limpet.experiments.record import Record, load_record
-from limpet.experiments.sequences import experiment_key
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,12 @@ class Variant:
     def label(self) -> str:
         """The method as results name it."""
         return self.records[0].recipe.label
+
+    @property
+    def name(self) -> str:
+        """A name for files, that no other variant has."""
+        digest = hashlib.sha256(_settings(self.records[0].recipe).encode()).hexdigest()[:6]
+        return f"{self.label.replace('/', '-')}-{self.strength:g}-{digest}"
 
     @property
     def strength(self) -> float:
@@ -81,18 +88,22 @@ class Experiment:
         return any(variant.label == label for variant in self.variants)
 
 
+def _settings(recipe: Recipe) -> str:
+    """All that may change the result, but for the seed."""
+    return json.dumps(recipe.model_dump(mode="json", exclude={"seed", "threads", "device", "files"}))
+
+
 def gather(folders: Iterable[Path]) -> list[Experiment]:
     """All finished runs below the folders: run.json of run folders, and the records of a results folder."""
     found: dict[str, dict[str, dict[int, Record]]] = {}
     for folder in folders:
         if not folder.is_dir():
             raise LimpetError(f"there is no folder {folder}")
-        for path in sorted([*folder.rglob("run.json"), *folder.rglob("runs/*.json")]):
+        # copies first, so that a run folder has the last word
+        for path in [*sorted(folder.rglob("runs/*.json")), *sorted(folder.rglob("run.json"))]:
             record = load_record(path)
-            recipe = record.recipe
-            key = experiment_key(recipe.experiment, recipe.tasks, recipe.scenario)
-            settings = json.dumps(recipe.model_dump(mode="json", exclude={"seed", "threads", "device", "files"}))
-            found.setdefault(key, {}).setdefault(settings, {})[recipe.seed] = record
+            variants = found.setdefault(record.experiment, {})
+            variants.setdefault(_settings(record.recipe), {})[record.recipe.seed] = record
     if not found:
         raise LimpetError(f"no finished run below {', '.join(map(str, folders))}")
     return [

@@ -125,6 +125,7 @@ def _decode(name: str, split: str, source: list[Path]) -> dict[str, Tensor]:
         from tqdm.auto import tqdm
     except ImportError as error:
         raise LimpetError(f"{error.name} is not installed: pip install 'limpet[experiments]'") from error
+    shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
         if source:
@@ -134,6 +135,9 @@ def _decode(name: str, split: str, source: list[Path]) -> dict[str, Tensor]:
     except Exception as error:
         where = "the mirror" if source else f"the hub ({HUB[name][0]})"
         raise LimpetError(f"{name} could not be loaded from {where}: {error}") from error
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
     image, label = _columns(loaded.features)
     bar = tqdm(loaded, desc=f"decoding {name} {split}, once", unit=" images", delay=1.0, leave=False, disable=None)
     pictures = np.stack([np.asarray(row[image]) for row in bar])

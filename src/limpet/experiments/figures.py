@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from limpet.experiments.collection import Experiment, Variant
-from limpet.experiments.methods import METHODS
 from limpet.experiments.record import Record
 
 COLOURS = {
@@ -38,24 +37,20 @@ def draw_all(experiment: Experiment, folder: Path) -> list[Path]:
 
 def _save(figure: Any, path: Path) -> list[Path]:
     import matplotlib
-    from matplotlib import pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)
     paths = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
     with matplotlib.rc_context({"svg.hashsalt": "limpet"}):  # the same figure is the same file
         figure.savefig(paths[0], dpi=130, metadata={"Software": None})
         figure.savefig(paths[1], metadata={"Date": None})
-    pyplot.close(figure)
     return paths
 
 
 def _axes(rows: int = 1, columns: int = 1, size: tuple[float, float] = (6.0, 3.8), **options: Any) -> tuple[Any, Any]:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **options)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", alpha=0.3)
@@ -86,17 +81,24 @@ def accuracy_over_tasks(experiment: Experiment) -> Any:
     """Fig. 1 of the paper: mean test accuracy over the number of tasks; joint training dotted."""
     if experiment.variants[0].records[0].tasks < 3:
         return None
-    figure, axes = _axes()
-    axis = axes[0, 0]
+    figure, axes = _axes(1, 2, (10, 4))
     for label in experiment.labels():
         if label == "one-network-per-task":
             continue
         variant = experiment.best(label)
-        ticks, values = _statistic(variant, lambda row: sum(row) / len(row))
-        axis.plot(ticks, values, label=_named(experiment, variant), linewidth=1.8, **_style(label))
-    axis.set(xlabel="tasks learned", ylabel="mean test accuracy of all tasks so far (%)", title=experiment.key)
-    axis.legend(frameon=False, fontsize=8)
+        ticks, values = _statistic(variant, _mean)
+        for axis in axes[0]:
+            axis.plot(ticks, values, label=_named(variant), linewidth=1.8, **_style(label))
+    best = max(experiment.best(label).mean for label in experiment.labels())
+    axes[0, 0].set(xlabel="tasks learned", ylabel="mean test accuracy of all tasks so far (%)", ylim=(0, 100))
+    axes[0, 1].set(xlabel="tasks learned", ylim=(best - 15, 100))
+    axes[0, 1].legend(frameon=False, fontsize=8, loc="lower left")
+    figure.suptitle(experiment.key)
     return figure
+
+
+def _mean(row: Sequence[float]) -> float:
+    return sum(row) / len(row)
 
 
 def the_first_task(experiment: Experiment) -> Any:
@@ -106,7 +108,7 @@ def the_first_task(experiment: Experiment) -> Any:
         return None
     figure, axes = _axes(1, 2, (9, 3.4), sharey=True)
     names = ("plain training", "diagonal", "Kronecker")
-    panels = {"mean of all tasks so far": lambda row: sum(row) / len(row), "the first task": lambda row: row[0]}
+    panels = {"mean of all tasks so far": _mean, "the first task": lambda row: row[0]}
     for axis, (title, statistic) in zip(axes[0], panels.items(), strict=True):
         for label, name in zip(labels, names, strict=True):
             axis.plot(*_statistic(experiment.best(label), statistic), label=name, linewidth=2, **_style(label))
@@ -116,15 +118,14 @@ def the_first_task(experiment: Experiment) -> Any:
     return figure
 
 
-def _named(experiment: Experiment, variant: Variant) -> str:
+def _named(variant: Variant) -> str:
     """The label, with the strength where the method has one."""
     name = variant.label.replace("/", ", ")
-    plain = not METHODS[variant.records[0].recipe.method].structures and variant.label != "si"
-    return name if plain else f"{name} ({variant.strength:g})"
+    return f"{name} ({variant.strength:g})" if variant.records[0].kept_bytes else name
 
 
 STATISTICS: dict[str, tuple[Callable[[Sequence[float]], float], dict[str, Any]]] = {
-    "mean": (lambda row: sum(row) / len(row), {"color": "#000000", "linewidth": 2}),
+    "mean": (_mean, {"color": "#000000", "linewidth": 2}),
     "best task": (max, {"color": "#9a9a9a", "linestyle": ":"}),
     "worst task": (min, {"color": "#9a9a9a", "linestyle": "--"}),
     "first task": (lambda row: row[0], {"color": "#1f6f8b"}),
@@ -139,8 +140,8 @@ def effect_of_strength(experiment: Experiment) -> Any:
         variants = experiment.of(f"online-laplace/{structure}")
         if len({v.strength for v in variants}) >= 2 and variants[0].records[0].tasks >= 3:
             best = max(variants, key=lambda v: v.mean)
-            by_strength = {v.strength: v for v in (variants[0], best, variants[-1])}
-            rows.append((structure, list(by_strength.values())))
+            by_strength = {v.strength: v for v in (variants[0], variants[-1], best)}
+            rows.append((structure, [by_strength[strength] for strength in sorted(by_strength)]))
     if not rows:
         return None
     columns = max(len(chosen) for _, chosen in rows)

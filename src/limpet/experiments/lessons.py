@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from limpet.errors import LimpetError
 from limpet.experiments.data import Examples, joined
 from limpet.experiments.recipe import Recipe
 from limpet.experiments.sequences import SEQUENCES
@@ -47,6 +48,8 @@ class Lessons:
         head = self.sequence.head(number)
         if not held:
             return Lesson(head, examples.to(self.device), examples.take(slice(0, 0)).to(self.device))
+        if held >= len(examples):
+            raise LimpetError(f"training.validation is {held}, but task {number + 1} has only {len(examples)} examples")
         order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(len(examples)))
         train, held_out = examples.take(order[held:]), examples.take(order[:held])
         return Lesson(head, train.to(self.device), held_out.to(self.device))

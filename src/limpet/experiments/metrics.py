@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from limpet.errors import LimpetError
 from limpet.experiments.data import Examples
+from limpet.precision.linalg import widened
 
 BINS = 15
 
@@ -36,6 +38,8 @@ def score(model: nn.Module, examples: Examples, head: int, batch_size: int) -> S
         logits = torch.cat([model(inputs, head) for inputs, _ in examples.batches(batch_size)])
     finally:
         model.train(was_training)
+    if not bool(torch.isfinite(logits).all()):
+        raise LimpetError("the network's outputs hold inf or nan: training diverged, a smaller training.lr may help")
     return score_logits(logits, examples.labels)
 
 
@@ -58,9 +62,9 @@ def score_logits(logits: Tensor, labels: Tensor) -> Score:
 
 def calibration_error(confidence: Tensor, correct: Tensor, bins: int = BINS) -> float:
     """Expected calibration error: sum over bins of (share of examples) |accuracy - confidence| (Guo et al. 2017)."""
-    which = (confidence.double() * bins).long().clamp_(max=bins - 1)
-    gaps = torch.zeros(bins, dtype=torch.double, device=confidence.device)
-    gaps.index_add_(0, which, correct.double() - confidence.double())
+    confidence, correct = widened(confidence), widened(correct)
+    which = (confidence * bins).long().clamp_(max=bins - 1)
+    gaps = torch.zeros(bins, dtype=torch.double, device=confidence.device).index_add_(0, which, correct - confidence)
     return float(gaps.abs().sum() / len(confidence))
 
 
@@ -83,7 +87,7 @@ def average(accuracy: Matrix) -> float:
 def forgetting(accuracy: Matrix) -> float | None:
     """How far each task fell from its best, mean over all but the last (Chaudhry et al. 2018)."""
     columns = _columns(accuracy)[:-1]
-    if any(len(column) < 2 for column in columns) or not columns:
+    if not columns or any(len(row) <= task for task, row in enumerate(accuracy)):  # not tested when it was learned
         return None
     return sum(max(column[:-1]) - column[-1] for column in columns) / len(columns)
 

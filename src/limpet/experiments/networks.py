@@ -73,7 +73,7 @@ def parameter_count(model: nn.Module) -> int:
 
 def build(name: str, options: dict[str, object], shape: Sequence[int], heads: Sequence[int], seed: int) -> nn.Module:
     """A network with weights that the seed decides; the global random state stays as it was."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         try:
             return NETWORKS[name](shape, heads, **options)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from limpet.errors import LimpetError
 from limpet.experiments.registry import suggestion
@@ -25,7 +25,7 @@ PRESETS = resources.files("limpet.experiments") / "presets"
 class Part(BaseModel):
     """A part of a recipe: unknown keys are errors, and nothing changes once it is made."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Pixels(Part):
@@ -68,6 +68,16 @@ class Training(Part):
     patience: int | None = Field(None, ge=1)
     max_epochs: int = Field(100, ge=1)
 
+    @model_validator(mode="after")
+    def _stops_early_by_something(self) -> Training:
+        if self.patience is not None and not self.validation:
+            raise ValueError("patience needs a validation set: set training.validation")
+        if self.patience is not None and self.schedule == "cosine":
+            raise ValueError(
+                "a cosine ends at training.epochs, so it does not go with patience: choose another schedule"
+            )
+        return self
+
 
 class Holding(Part):
     """What a memory is given: its strength (c for Synaptic Intelligence) and how it measures and holds."""
@@ -100,7 +110,7 @@ class Recipe(Part):
     scenario: Literal["task", "domain", "class"] | None = None
     method: str = "online-laplace"
     structure: str | None = None
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**31)
     threads: int | None = Field(None, ge=1)
     device: str = "auto"
     pixels: Pixels = Pixels()
@@ -126,12 +136,12 @@ class Preset(Part):
 
     def resolve(self, overrides: Mapping[str, Any]) -> Recipe:
         """The recipe for a method, with settings by dotted name on top: {"method": "si", "training.lr": 0.1}."""
-        first = _nested(overrides)
-        chosen = checked(Recipe, _merged(self.recipe, first), "recipe")
+        first = nested(overrides)
+        chosen = checked(Recipe, merged(self.recipe, first), "recipe")
         layers = [self.recipe, self.methods.get(chosen.method, {}), self.methods.get(chosen.label, {}), first]
         values: dict[str, Any] = {}
         for layer in layers:
-            values = _merged(values, layer)
+            values = merged(values, layer)
         return checked(Recipe, values, "recipe")
 
     def grid(self, recipe: Recipe) -> dict[str, list[Any]]:
@@ -200,6 +210,8 @@ def checked(kind: type[M], values: Mapping[str, Any], name: str) -> M:
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             raise LimpetError(f"{name}: there is no setting {where!r}{_near(kind, first['loc'])}") from None
+        if first["type"] == "value_error":
+            raise LimpetError(f"{name}: {first['msg'].removeprefix('Value error, ')}") from None
         raise LimpetError(f"{name}: {where}: {first['msg']} (it is {first['input']!r})") from None
 
 
@@ -212,20 +224,24 @@ def _near(kind: type[BaseModel], loc: tuple[int | str, ...]) -> str:
     return suggestion(str(loc[-1]), kind.model_fields)
 
 
-def _nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
+def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
+    """{"training.lr": 1} as {"training": {"lr": 1}}."""
+    tree: dict[str, Any] = {}
     for name, value in dotted.items():
         *path, last = name.split(".")
-        place = nested
+        place = tree
         for part in path:
             place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise LimpetError(f"{name} is set inside {part}, which is set to a value itself")
         place[last] = value
-    return nested
+    return tree
 
 
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, with `above` on top, part by part."""
     both = dict(below)
     for key, value in above.items():
         old = both.get(key)
-        both[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        both[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return both

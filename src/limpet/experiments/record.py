@@ -47,6 +47,7 @@ class Record(Part):
     """The result of a run. Matrices have a row a task learned; a row may be empty where nothing was measured."""
 
     recipe: Recipe
+    experiment: str  # what results call it: "permuted-mnist-50"
     environment: dict[str, Any] = {}
     names: list[str] = []
     untrained: list[float] = []

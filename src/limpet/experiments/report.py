@@ -15,8 +15,11 @@ MANY = 10  # above so many tasks a table has statistics instead of a column a ta
 
 
 def report(folders: Sequence[Path], out: Path) -> list[Path]:
-    """Write everything into `out`: a folder an experiment, with the records that its figures are drawn from."""
-    experiments = gather(folders)
+    """Write everything into `out`: a folder an experiment, with the records that its figures are drawn from.
+
+    Records that `out` holds already are kept, so that runs can be added to results.
+    """
+    experiments = gather([out, *folders] if out.is_dir() else folders)
     written = []
     for experiment in experiments:
         place = out / experiment.key
@@ -40,19 +43,16 @@ def summarise(experiment: Experiment) -> dict[str, dict[str, object]]:
 def _keep_records(experiment: Experiment, folder: Path) -> list[Path]:
     """A copy of every record, so that the figures can be drawn without the run folders."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    names: dict[str, int] = {}
-    for variant in experiment.variants:
-        name = f"{variant.label.replace('/', '-')}"
-        if len(experiment.of(variant.label)) > 1:
-            name += f"-{variant.strength:g}"
-        names[name] = names.get(name, 0) + 1
-        name += f"-{names[name]}" if names[name] > 1 else ""
-        for record in variant.records:
-            path = folder / f"{name}-seed{record.recipe.seed}.json"
-            write_text(path, compact_json(record.model_dump(mode="json")))
-            written.append(path)
-    return written
+    texts = {
+        folder / f"{variant.name}-seed{record.recipe.seed}.json": compact_json(record.model_dump(mode="json"))
+        for variant in experiment.variants
+        for record in variant.records
+    }
+    for path in set(folder.glob("*.json")) - texts.keys():
+        path.unlink()  # its record was read, and is among those written
+    for path, text in texts.items():
+        write_text(path, text)
+    return list(texts)
 
 
 def _write_table(experiment: Experiment, folder: Path) -> list[Path]:

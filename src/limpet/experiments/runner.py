@@ -25,6 +25,7 @@ from limpet.experiments.networks import build, parameter_count
 from limpet.experiments.recipe import Recipe
 from limpet.experiments.record import ROUND, Curve, Record, RunFolder, Seconds, environment, peak_memory, summarised
 from limpet.experiments.registry import load_file
+from limpet.experiments.sequences import experiment_key
 from limpet.experiments.training import Position, TaskTraining, load_optimizer_state, optimizer_state
 
 CHECKPOINT_SECONDS = 20.0
@@ -62,6 +63,7 @@ def run(
         _check_same(place.load_recipe(), recipe, place)
         before = place.load_record()
         if before is not None:
+            place.checkpoint.unlink(missing_ok=True)
             return before
     with _surroundings(recipe):
         one_run = Run(recipe, place, watcher or Watcher(), checkpoint_seconds)
@@ -86,7 +88,7 @@ def _surroundings(recipe: Recipe) -> Iterator[None]:
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             yield
     finally:
         torch.set_num_threads(threads)
@@ -94,13 +96,12 @@ def _surroundings(recipe: Recipe) -> Iterator[None]:
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None) or torch.device(
-            "cpu"
-        )
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return found or torch.device("cpu")
     try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise LimpetError(f"device {name!r}: {error}") from error
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise LimpetError(f"device {name!r} is not there: {error}") from error
 
 
 class Run:
@@ -114,6 +115,7 @@ class Run:
         self.training: TaskTraining | None = None  # of the task that a checkpoint is in the middle of
         self.record = Record(
             recipe=recipe,
+            experiment=experiment_key(recipe.experiment, recipe.tasks, recipe.scenario),
             environment=environment(torch.get_num_threads(), self.device),
             names=self.lessons.names(),
             parameters=parameter_count(self.model),
@@ -179,9 +181,9 @@ class Run:
         return TaskTraining(self.model, lessons, self.recipe, number)
 
     def _finish(self) -> None:
-        if self.recipe.training.validation and not self.method.fresh:
-            held = [self.lessons.lesson(i) for i in range(len(self.lessons))]
-            self._note(validation=[round(self._score_held_out([one]), ROUND) for one in held])
+        if self.recipe.training.validation and (self.method.joint or not self.method.fresh):
+            held_out = (self._score_held_out([self.lessons.lesson(i)]) for i in range(len(self.lessons)))
+            self._note(validation=[round(score, ROUND) for score in held_out])
         self._note(metrics=summarised(self.record), kept_bytes=self.method.nbytes)
         self._note(peak_memory_bytes=peak_memory(self.device))
         self.method.save(self.folder.memory)
@@ -254,7 +256,7 @@ class Run:
         if time.monotonic() - self._saved < self.checkpoint_seconds:
             return
         method = self.method.state()
-        tensors = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
+        tensors = {f"model/{name}": tensor.clone() for name, tensor in self.model.state_dict().items()}
         tensors.update({f"method/{name}": tensor for name, tensor in method["tensors"].items()})
         training = None
         if self.training is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from limpet.errors import LimpetError
-from limpet.experiments.recipe import Part, Recipe, checked
+from limpet.experiments.recipe import Part, Recipe, checked, merged, nested
 from limpet.experiments.record import Record, RunFolder, compact_json, write_text
 from limpet.experiments.runner import Watcher, run
 from limpet.experiments.sequences import SEQUENCES
@@ -63,27 +63,19 @@ class SweepResult(Part):
 
 def plan(recipe: Recipe, grid: dict[str, list[Any]], seeds: list[int], out: Path) -> list[Trial]:
     """Every combination of the grid with every seed, each with a folder of its own."""
+    if "seed" in grid:
+        raise LimpetError("seeds are given by --seed, not in the grid")
     if not grid:
         raise LimpetError("there is nothing to try: give a grid, such as --grid memory.strength=1,3,10")
     trials = []
     for values in itertools.product(*grid.values()):
         settings = dict(zip(grid, values, strict=True))
-        for seed in seeds:
+        for seed in dict.fromkeys(seeds):
             name = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items())
-            chosen = _changed(recipe, {**settings, "seed": seed})
+            changed = merged(recipe.model_dump(), nested({**settings, "seed": seed}))
+            chosen = checked(Recipe, changed, "grid")
             trials.append(Trial(settings=settings, recipe=chosen, folder=str(out.resolve() / name / f"seed{seed}")))
     return trials
-
-
-def _changed(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
-    values = recipe.model_dump()
-    for key, value in settings.items():
-        *path, last = key.split(".")
-        place = values
-        for part in path:
-            place = place.get(part, {})
-        place[last] = value
-    return checked(Recipe, values, "grid")
 
 
 def sweep(
@@ -109,52 +101,64 @@ def sweep(
         return checked(SweepResult, json.loads(result_file.read_text()), str(result_file))
     out.mkdir(parents=True, exist_ok=True)
     write_text(plan_file, planned)
-    _tune(trials, out, asha, cpus, gpus, say)
+    started = connect(say)
+    try:
+        _tune(trials, out, asha, {"cpu": cpus, "gpu": gpus})
+    finally:
+        if started:
+            shutdown()
     result = collect(trials)
     write_text(result_file, compact_json(result.model_dump(mode="json")))
     return result
 
 
-def _tune(trials: list[Trial], out: Path, asha: bool, cpus: float, gpus: float, say: Callable[[str], None]) -> None:
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the older output is silent when asked to be
-    try:
-        import ray
-        from ray import tune
-        from ray.tune.schedulers import ASHAScheduler
-    except ImportError as error:
-        raise LimpetError("sweeps run on Ray Tune: pip install 'limpet[sweep]'") from error
+def _tune(trials: list[Trial], out: Path, asha: bool, needs: dict[str, float]) -> None:
+    from ray import tune
+    from ray.tune.schedulers import ASHAScheduler
+
     scheduler: Any = None  # every trial to its end
     if asha:
         tasks = _tasks(trials[0].recipe)
         grace = max(1, tasks // 10)
         # A trial that has reached max_t is stopped, so the step after the last task is the end of the run itself.
         scheduler = ASHAScheduler(time_attr="step", max_t=tasks + 1, grace_period=grace, reduction_factor=3)
-    connect(say)
-    try:
-        tuner = tune.Tuner(
-            tune.with_resources(_trial, {"cpu": cpus, "gpu": gpus}),
-            param_space={"trial": tune.grid_search([trial.model_dump(mode="json") for trial in trials])},
-            tune_config=tune.TuneConfig(metric="score", mode="max", scheduler=scheduler),
-            run_config=tune.RunConfig(
-                name="ray",
-                storage_path=str(out.resolve()),
-                verbose=0,
-                failure_config=tune.FailureConfig(max_failures=2),
-            ),
-        )
-        failed = [str(error).strip().splitlines()[-1] for error in tuner.fit().errors]
-    finally:
-        ray.shutdown()
+    tuner = tune.Tuner(
+        tune.with_resources(_trial, needs),
+        param_space={"trial": tune.grid_search([trial.model_dump(mode="json") for trial in trials])},
+        tune_config=tune.TuneConfig(metric="score", mode="max", scheduler=scheduler, reuse_actors=True),
+        run_config=tune.RunConfig(
+            name="ray",
+            storage_path=str(out.resolve()),
+            verbose=0,
+            failure_config=tune.FailureConfig(max_failures=2),
+        ),
+    )
+    failed = [str(error).strip().splitlines()[-1] for error in tuner.fit().errors]
     if failed:
         raise LimpetError(
             f"{len(failed)} of {len(trials)} trials failed, the first with: {failed[0]}; mend it and --resume"
         )
 
 
-def connect(say: Callable[[str], None]) -> None:
-    """Join the cluster that this machine belongs to, or start one. A first start can time out on a loaded machine."""
+def shutdown() -> None:
+    """Leave the cluster, or end the one that was started."""
     import ray
 
+    ray.shutdown()
+
+
+def connect(say: Callable[[str], None]) -> bool:
+    """Join the cluster that this machine belongs to, or start one. A first start can time out on a loaded machine.
+
+    False where Ray was running in this process already; it is then left running.
+    """
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Ray's older output is silent when asked to be
+    try:
+        import ray
+    except ImportError as error:
+        raise LimpetError("sweeps run on Ray Tune: pip install 'limpet[sweep]'") from error
+    if ray.is_initialized():
+        return False
     passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     for attempt in range(1, STARTS + 1):
         try:
@@ -164,13 +168,14 @@ def connect(say: Callable[[str], None]) -> None:
                 include_dashboard=False,
                 runtime_env={"env_vars": passed_on},
             )
-            return
+            return True
         except Exception as error:  # noqa: PERF203  # Ray raises many kinds: RuntimeError, TimeoutError, its own
             ray.shutdown()
             if attempt == STARTS:
                 raise LimpetError(f"Ray did not start in {STARTS} attempts, the last time with: {error}") from error
             say(f"Ray did not start (attempt {attempt} of {STARTS}); trying again in {5 * attempt} s")
             time.sleep(5 * attempt)
+    return False
 
 
 class _Reporter(Watcher):
@@ -195,10 +200,13 @@ def _trial(config: dict[str, Any]) -> None:
     from ray import tune
 
     trial = checked(Trial, config["trial"], "trial")
+    failure = Path(trial.folder) / FAILURE
+    failure.unlink(missing_ok=True)
     try:
         record = run(trial.recipe, trial.folder, resume=True, watcher=_Reporter())
     except LimpetError as error:  # it would fail again: a result like any other
-        write_text(Path(trial.folder) / FAILURE, str(error))
+        failure.parent.mkdir(parents=True, exist_ok=True)
+        write_text(failure, str(error))
         tune.report({"score": 0.0, "step": 0})
     else:
         tune.report({"score": _score(record), "step": record.tasks + 1})
@@ -206,6 +214,12 @@ def _trial(config: dict[str, Any]) -> None:
 
 def _tasks(recipe: Recipe) -> int:
     return SEQUENCES[recipe.experiment](recipe.tasks, scenario=recipe.scenario).tasks
+
+
+def ended(trials: list[Trial]) -> int:
+    """How many trials have come to their end, or failed."""
+    places = (Path(trial.folder) for trial in trials)
+    return sum((place / "run.json").exists() or (place / FAILURE).exists() for place in places)
 
 
 def _score(record: Record) -> float:
@@ -223,8 +237,9 @@ def collect(trials: list[Trial]) -> SweepResult:
     if not best.scores:
         failures = [outcome.failure for outcome in outcomes if outcome.failure]
         raise LimpetError(f"no trial came to its end{f', the first because {failures[0]}' if failures else ''}")
-    validated = bool(trials[0].recipe.training.validation)
-    return SweepResult(measured="validation" if validated else "test", outcomes=outcomes, best=best.settings)
+    first = next(record for trial in trials if (record := RunFolder(trial.folder).load_record()) is not None)
+    measured: Literal["validation", "test"] = "validation" if first.validation else "test"
+    return SweepResult(measured=measured, outcomes=outcomes, best=best.settings)
 
 
 def _outcome(group: list[Trial]) -> Outcome:

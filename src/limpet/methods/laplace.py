@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from limpet.curvature import (
     Fisher,
     FisherPass,
     Forward,
-    total_examples,
+    counted_examples,
 )
 from limpet.errors import (
     FallbackWarning,
@@ -43,8 +43,9 @@ class Laplace(Memory):
     """A memory whose precision is a Fisher, measured at the end of each task.
 
     With `smoothing` it is measured not at the mode but at weights around it, another draw for every batch, as far away
-    as raise the loss by so many nats per example. Its mean is the curvature of the smoothed loss E[loss(w + z)], which
-    knows what a point does not: the loss rises faster than the quadratic at its mode. It costs a second, short pass.
+    as raise the loss by so many nats per example (or, if nothing does, as far as the weights are large). Its mean is
+    the curvature of the smoothed loss E[loss(w + z)], which knows what a point does not: the loss rises faster than
+    the quadratic at its mode. It costs one more pass, a short one where the loader can say how many examples it has.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Laplace(Memory):
         """A short look at the mode, and from it where around the mode to measure."""
         if isinstance(batches, Iterator):
             raise LimpetError("smoothing reads the data twice: give a loader or a list of batches, not an iterator")
-        sized = examples is not None or isinstance(batches, Sequence) or total_examples(batches) is not None
+        sized = examples is not None or counted_examples(batches) is not None
         short = min(limit or LOOK, LOOK) if sized or limit is not None else None
         look = self._pass(forward, None).run(batches, examples=examples, limit=short, progress=False)
         return surroundings(self.posterior, look, self.strength, self.smoothing, self.seed + self.tasks)
