@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,17 @@ def write(path: str | Path, format_name: str, description: Mapping[str, Any], te
     described = json.dumps(description, allow_nan=False)
     digest = checksum(described, kept)
     metadata = {"format": format_name, "version": str(VERSION), "limpet": described, "sha256": digest}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with whole(path) as temporary:
         save_file(kept, temporary, metadata)
         _order_header(temporary)
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A place to write to; the file appears under its name when the body ends, or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -144,7 +144,7 @@ def _decode(name: str, split: str, source: list[Path]) -> dict[str, Tensor]:
     pictures = pictures[..., None] if pictures.ndim == 3 else pictures
     return {
         "images": torch.from_numpy(pictures).permute(0, 3, 1, 2).contiguous(),
-        "labels": torch.tensor(loaded[label][:] if not isinstance(loaded[label], list) else loaded[label]),
+        "labels": torch.tensor(loaded[label][:]),
     }
 
 

@@ -202,9 +202,5 @@ def _flat(value: Any) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with files.whole(path) as temporary:
         temporary.write_text(text)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
