@@ -93,6 +93,23 @@ def test_verbs_equal_the_dense_matrix(one: tuple[Precision, Tensor]) -> None:
     close(precision.fisher().dense(), (L - 0.7 * identity) / 2.5)
 
 
+def test_the_spectrum_is_the_dense_matrix_in_its_basis(one: tuple[Precision, Tensor]) -> None:
+    precision, L = one
+    spectrum = precision.spectrum()
+    v = torch.randn(precision.shape, dtype=torch.float64)
+    identity = torch.eye(v.numel(), dtype=torch.float64)
+    F = (L - 0.7 * identity) / 2.5
+    close(spectrum.back(spectrum.into(v)), v)
+    close(spectrum.back((0.7 + spectrum.total) * spectrum.into(v)).flatten(), L @ v.flatten())
+    close(spectrum.back(spectrum.fisher * spectrum.into(v)).flatten(), F @ v.flatten())
+    P = torch.linalg.inv(identity + 0.3 * (0.7 * identity + 4 * 2.5 * F))
+    held = P @ v.flatten()
+    close(spectrum.back(spectrum.into(v) / spectrum.resistance(0.3, 4.0)).flatten(), held)
+    assert spectrum.rise(spectrum.into(v), 0.3, 4.0) == pytest.approx(float(held @ F @ held) / 2, rel=1e-9)
+    P = torch.linalg.inv(identity + 0.3 * L)
+    assert spectrum.expected_rise(0.3) == pytest.approx(float((P @ F @ P).trace()) / 2, rel=1e-9)
+
+
 def test_the_applier_is_apply(one: tuple[Precision, Tensor]) -> None:
     precision, L = one
     v = torch.randn(precision.shape, dtype=torch.float64)

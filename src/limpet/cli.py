@@ -39,7 +39,9 @@ Method = Annotated[str | None, typer.Option(help="What is done against forgettin
 Structure = Annotated[str | None, typer.Option(help="kronecker, diagonal, kronecker-sum or dense.")]
 Tasks = Annotated[int | None, typer.Option(help="How many tasks, where the sequence leaves it open.")]
 Scenario = Annotated[str | None, typer.Option(help="task, domain or class, for split sequences.")]
-Strength = Annotated[float | None, typer.Option(help="What the Fisher is multiplied by (for si: its c).")]
+Strength = Annotated[
+    str | None, typer.Option(help="What the Fisher is multiplied by (for si: its c); auto: what the memory measured.")
+]
 Epochs = Annotated[int | None, typer.Option(help="Epochs a task.")]
 Seeds = Annotated[list[int], typer.Option("--seed", min=0, help="Repeat the option for several seeds.")]
 PresetName = Annotated[str | None, typer.Option("--preset", help="'paper' for the paper's settings, or a YAML file.")]
@@ -193,7 +195,7 @@ def _recipe(
     structure: str | None,
     tasks: int | None,
     scenario: str | None,
-    strength: float | None,
+    strength: str | None,
     epochs: int | None,
     preset: str | None,
     setting: list[str],
@@ -211,8 +213,9 @@ def _recipe(
     SEQUENCES[experiment]  # an unknown name is said before anything else
     source = load_preset(experiment, preset)
     named = {"method": method, "structure": structure, "tasks": tasks, "scenario": scenario, "threads": threads}
-    extra: dict[str, Any] = {"memory.strength": strength, "training.epochs": epochs}
-    extra = {key: value for key, value in extra.items() if value is not None} | dict(map(parse_setting, setting))
+    shortcuts = {"memory.strength": strength, "training.epochs": epochs}
+    texts = [f"{key}={value}" for key, value in shortcuts.items() if value is not None] + setting
+    extra: dict[str, Any] = dict(map(parse_setting, texts))
     overrides = {key: value for key, value in named.items() if value is not None} | extra
     if "seed" in extra:
         raise LimpetError("seeds are given by --seed, not by --set")

@@ -1,27 +1,39 @@
 """Foretell forgetting: how much the old loss has risen since the last consolidation, by what the memory knows.
 
-    rise = 1/2 (w - mean)^T F (w - mean) / N
+    q = 1/2 (w - mean)^T F (w - mean) / N,    rise = mean over the tasks of R_t(q_t + q) - R_t(q_t)
 
-with F the Fisher of all tasks seen, unweighted by any strength and without the prior, and N all their examples. It
-is the second-order Taylor expansion of the mean old loss around the mean, where its gradient is taken as zero.
+with F the Fisher of all tasks seen, unweighted by any strength and without the prior, and N all their examples: q is
+the second-order Taylor expansion of the mean old loss around the mean, where its gradient is taken as zero. R_t is the
+task's curve, measured when it was taken in, and q_t the way behind it since then (`limpet.calibration`).
 """
 
 from __future__ import annotations
 
 import torch
 
+from limpet.calibration import History
 from limpet.posterior import Posterior
 
 
 class Forecast(float):
-    """The predicted rise of the mean loss on the old data, in nats per example; `blocks` has each block's share."""
+    """The predicted rise of the mean loss on the old data, in nats per example (or predicted token).
 
+    `tasks` has that of each task, oldest first, `blocks` each block's share of the whole, and `quadratic` what the
+    second-order expansion alone would say.
+    """
+
+    quadratic: float
     blocks: dict[str, float]
+    tasks: list[float]
 
-    def __new__(cls, blocks: dict[str, float]) -> Forecast:
-        """The sum over the blocks."""
-        forecast = super().__new__(cls, sum(blocks.values()))
-        forecast.blocks = blocks
+    def __new__(cls, quadratics: dict[str, float], history: History) -> Forecast:
+        """The forecast where each block has this share of the quadratic."""
+        q = sum(quadratics.values())
+        tasks = history.rises(q)
+        rise = history.mean(tasks) if tasks else q
+        forecast = super().__new__(cls, rise)
+        forecast.quadratic, forecast.tasks = q, tasks
+        forecast.blocks = {name: part * rise / q if q else 0.0 for name, part in quadratics.items()}
         return forecast
 
     def __str__(self) -> str:
@@ -31,11 +43,11 @@ class Forecast(float):
 
 
 @torch.no_grad()
-def forecast(posterior: Posterior, examples: int) -> Forecast:
+def forecast(posterior: Posterior, examples: int, history: History) -> Forecast:
     """The forecast for the weights as they are now, against a memory of so many examples."""
     weights = posterior.weights()
-    rises = dict.fromkeys(posterior.held, 0.0)
+    quadratics = dict.fromkeys(posterior.held, 0.0)
     for name, held in posterior.held.items():
         if held.tasks and examples:
-            rises[name] = float(held.precision.fisher().quadratic(held.displacement(weights))) / (2 * examples)
-    return Forecast(rises)
+            quadratics[name] = float(held.precision.fisher().quadratic(held.displacement(weights))) / (2 * examples)
+    return Forecast(quadratics, history)

@@ -8,21 +8,24 @@ The objective is mean loss + (1 / N) penalty(w). Two ways to add the penalty:
   control variate of ProxSkip (Mishchenko et al. 2022), which keeps the fixed point: with h the force of the penalty,
   after every step w += s h; every k steps, with S the sum of the s since the last time, z = w - S h, w = prox_S(z),
   h = (w - z) / S.
+
+What the penalty is multiplied by may follow what would be forgotten: `limpet.multipliers`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, positive_whole, warn
+from limpet.multipliers import Multiplier
 from limpet.optimizers import inner_optimizer, refuse_unsupported
 from limpet.posterior import Held, Posterior
+from limpet.pull import Bound, ProximalState, Pull
 
 MODES = ("auto", "proximal", "gradient")
 
@@ -35,29 +38,6 @@ class StepObserver(Protocol):
 
     def after_step(self) -> None:
         """The weights are new."""
-
-
-@dataclass
-class ProximalState:
-    """What proximal mode carries from step to step. Part of a memory's saved state."""
-
-    every: int = 1
-    count: int = 0
-    force: dict[str, Tensor] = field(default_factory=dict)  # h, by parameter
-    pending: dict[str, float] = field(default_factory=dict)  # S, by block
-
-
-@dataclass
-class Bound:
-    """A block with its parameters, those of them that the optimizer steps, and their groups."""
-
-    held: Held
-    parameters: list[nn.Parameter]
-    groups: list[dict[str, Any] | None]
-    apply: Callable[[Tensor], Tensor] | None = None  # of the precision, ready for many uses
-
-    def weights(self) -> dict[str, Tensor]:
-        return dict(zip(self.held.block.parameters, self.parameters, strict=True))
 
 
 class Protection:
@@ -74,6 +54,8 @@ class Protection:
         reduction: str = "mean",
         batch_size: int | None = None,
         state: ProximalState | None = None,
+        multiplier: Multiplier | None = None,
+        old_examples: int = 0,
         observer: StepObserver | None = None,
         on_enter: Callable[[Protection], None] = lambda _: None,
         on_exit: Callable[[bool], None] = lambda _: None,
@@ -84,6 +66,11 @@ class Protection:
         self.every = every
         self.weight = _weight(examples, reduction, batch_size)
         self.state = state if state is not None and state.every == every else ProximalState(every)
+        self.factor = 1.0  # what the penalty was multiplied by last
+        self._multiplier = multiplier if old_examples else None
+        self._old_examples = old_examples
+        if self._multiplier is not None and self.state.multiplier is not None:
+            self._multiplier.state = self.state.multiplier
         self._observer = observer
         self._on_enter = on_enter
         self._on_exit = on_exit
@@ -138,8 +125,9 @@ class Protection:
         self._give_back()
         finished = exception[0] is None
         if finished and self.mode == "proximal":
-            for bound in self._bound:
-                self._pull(bound)
+            self._pull()
+        elif finished and self._multiplier is not None and self._multiplier.binding:
+            self._pull_once()
         self._on_exit(finished)
 
     def _blocks(self) -> Iterator[Bound]:
@@ -150,7 +138,12 @@ class Protection:
             parameters = [weights[name] for name in held.block.parameters]
             groups = [group_of.get(parameter) for parameter in parameters]
             if any(group is not None for group in groups):
-                yield Bound(held, parameters, groups, held.precision.applier() if self.mode == "gradient" else None)
+                bound = Bound(held, parameters, groups)
+                if self._multiplier is not None:
+                    bound.spectrum = held.precision.spectrum()
+                elif self.mode == "gradient":
+                    bound.apply = held.precision.applier()
+                yield bound
                 if any(group is not None and group.get("weight_decay") for group in groups):
                     decayed.append(held.block.name)
         if decayed:
@@ -202,15 +195,39 @@ class Protection:
                 }
             )
         if self.mode == "gradient":
-            for bound in self._bound:
-                self._add_gradient(bound, scale)
+            for bound, gradient in self._penalty_gradients():
+                self._add_gradient(bound, gradient, scale)
         else:
             self._sizes = [self._step_size(bound) for bound in self._bound]  # before the step, which it may refuse
 
-    def _add_gradient(self, bound: Bound, scale: Tensor | None) -> None:
-        if all(parameter.grad is None for parameter in bound.parameters):
+    def _penalty_gradients(self) -> Iterator[tuple[Bound, Tensor]]:
+        stepped = [b for b in self._bound if any(parameter.grad is not None for parameter in b.parameters)]
+        displacements = [bound.held.displacement(bound.weights()) for bound in stepped]
+        if self._multiplier is None:
+            for bound, d in zip(stepped, displacements, strict=True):
+                yield bound, bound.held.gradient(d, bound.apply)
             return
-        gradient = bound.held.gradient(bound.held.displacement(bound.weights()), bound.apply)
+        spectra = [bound.spectrum or bound.held.precision.spectrum() for bound in stepped]
+        coordinates = [spectrum.into(d) for spectrum, d in zip(spectra, displacements, strict=True)]
+        rises = (spectrum.rise(c, 0.0) for spectrum, c in zip(spectra, coordinates, strict=True))
+        self.factor = self._multiplier.follow((sum(rises) + self._others(stepped)) / self._old_examples)
+        self.state.count, self.state.multiplier = self.state.count + 1, self._multiplier.state
+        for bound, spectrum, c in zip(stepped, spectra, coordinates, strict=True):
+            gradient = spectrum.back((spectrum.prior + self.factor * spectrum.total) * c)
+            slope = bound.held.slope
+            yield bound, gradient if slope is None else gradient + slope
+
+    def _others(self, bounds: list[Bound]) -> float:
+        """1/2 d^T F d of the blocks that are not among these."""
+        names = {bound.held.block.name for bound in bounds}
+        weights = self.posterior.weights()
+        return sum(
+            float(held.precision.fisher().quadratic(held.displacement(weights))) / 2
+            for name, held in self.posterior.held.items()
+            if name not in names and held.tasks
+        )
+
+    def _add_gradient(self, bound: Bound, gradient: Tensor, scale: Tensor | None) -> None:
         parts = bound.held.block.split(gradient)
         for parameter, group, part in zip(bound.parameters, bound.groups, parts, strict=True):
             if group is None or parameter.grad is None:
@@ -254,25 +271,49 @@ class Protection:
         for step, (parameters, forces) in moves.items():
             torch._foreach_add_(parameters, forces, alpha=step)
         if self.state.count % self.every == 0:
-            for bound in self._bound:
-                self._pull(bound)
+            self._pull()
 
     @torch.no_grad()
-    def _pull(self, bound: Bound) -> None:
+    def _pull(self) -> None:
         """The proximal map for the steps since the last one."""
+        self._pull_back([pull for bound in self._bound if (pull := self._gathered(bound)) is not None])
+
+    @torch.no_grad()
+    def _pull_once(self) -> None:
+        """One proximal map at the end, for those who took gradients and must not end beyond a budget.
+
+        Of a small step, so that the prior, which is in it too, does next to nothing.
+        """
+        self._pull_back([Pull(b, 1.0, b.held.displacement(b.weights()), 1e-3 * self.weight) for b in self._bound])
+
+    def _pull_back(self, pulls: list[Pull]) -> None:
+        factor = None
+        if self._multiplier is not None and pulls:
+            others = self._others([pull.bound for pull in pulls])
+            factor = self._multiplier.solve(
+                lambda m: (sum(pull.rise(m) for pull in pulls) + others) / self._old_examples
+            )
+            self.factor, self.state.multiplier = factor, self._multiplier.state
+        for pull in pulls:
+            self._put_back(pull, pull.pulled(factor))
+
+    def _gathered(self, bound: Bound) -> Pull | None:
+        """Where a block would be without the penalty; None where it has not moved since the last time."""
         block = bound.held.block
         total = self.state.pending.pop(block.name, 0.0)
         if not total:
-            return
-        held, weights = bound.held, bound.weights()
+            return None
+        weights = bound.weights()
         if self.every > 1 and block.parameters[0] in self.state.force:
             weights = {name: torch.sub(w, self.state.force[name], alpha=total) for name, w in weights.items()}
-        d = held.displacement(weights)
-        pulled = held.proximal(d, total * self.weight)
-        for parameter, part in zip(bound.parameters, block.split(held.mean + pulled), strict=True):
+        return Pull(bound, total, bound.held.displacement(weights), total * self.weight)
+
+    def _put_back(self, pull: Pull, pulled: Tensor) -> None:
+        bound, block = pull.bound, pull.bound.held.block
+        for parameter, part in zip(bound.parameters, block.split(bound.held.mean + pulled), strict=True):
             parameter.copy_(part)
         if self.every > 1:
-            forces = block.split(pulled.sub_(d).div_(total))
+            forces = block.split(pulled.sub_(pull.d).div_(pull.total))
             for name, parameter, force in zip(block.parameters, bound.parameters, forces, strict=True):
                 self.state.force[name] = force.to(parameter, copy=True).contiguous()
 

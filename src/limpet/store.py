@@ -19,7 +19,7 @@ from limpet.curvature import DIRECT, Block
 from limpet.errors import LimpetError, MemoryFileError, finite_number, positive_whole, signed_number, whole_number
 from limpet.posterior import Held, Posterior
 from limpet.precision import STRUCTURES
-from limpet.protect import ProximalState
+from limpet.pull import ProximalState
 from limpet.version import __version__
 
 FORMAT = "limpet memory"
@@ -60,9 +60,11 @@ def collect(
             tensors[f"{name}/slope"] = held.slope
         for key, tensor in held.precision.tensors().items():
             tensors[f"{name}/precision/{key}"] = tensor
-    running = None
+    running: dict[str, Any] | None = None
     if proximal is not None and proximal.count:
         running = {"every": proximal.every, "count": proximal.count, "pending": dict(proximal.pending)}
+        if proximal.multiplier is not None:
+            running["multiplier"] = proximal.multiplier
         tensors.update({f"force/{name}": tensor.clone() for name, tensor in proximal.force.items()})
     metadata = {
         "library": __version__,
@@ -102,6 +104,13 @@ class Settings:
         """A whole number >= 0."""
         return whole_number(name, self._values[name])
 
+    def flag(self, name: str) -> bool:
+        """Yes or no; no where an older file does not have it."""
+        value = self._values.get(name, False)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, not {value!r}")
+        return value
+
     def choice(self, name: str, choices: Collection[str]) -> str:
         """One of some words."""
         value = self._values[name]
@@ -118,7 +127,7 @@ class Settings:
 
     def part(self, name: str) -> Mapping[str, Any] | None:
         """A group of further settings, or None."""
-        value = self._values[name]
+        value = self._values.get(name)
         if value is not None and not isinstance(value, Mapping):
             raise ValueError(f"{name} must be a group of settings, not {value!r}")
         return value
@@ -239,7 +248,9 @@ def _restore_proximal(
     weights = posterior.weights()
     pending = {held[name].block.name: finite_number("pending", size) for name, size in running["pending"].items()}
     every, count = positive_whole("every", running["every"]), positive_whole("count", running["count"])
-    state = ProximalState(every, count, pending=pending)
+    multiplier = running.get("multiplier")
+    multiplier = None if multiplier is None else signed_number("multiplier", multiplier)
+    state = ProximalState(every, count, pending=pending, multiplier=multiplier)
     for key in [key for key in tensors if key.startswith("force/")]:
         force, weight = tensors.pop(key), weights[key.removeprefix("force/")]
         if force.shape != weight.shape:

@@ -1,6 +1,6 @@
 """One pass over data that gives every block's Fisher, and leaves the model as it was."""
 
-from limpet.curvature.batches import Forward, counted_examples
+from limpet.curvature.batches import Forward, call, counted_examples, prepared
 from limpet.curvature.blocks import (
     DIRECT,
     Block,
@@ -12,7 +12,7 @@ from limpet.curvature.blocks import (
 )
 from limpet.curvature.checkpoint import Checkpoint
 from limpet.curvature.fisher import FISHERS, Displacement, Fisher, FisherPass
-from limpet.curvature.guard import untouched
+from limpet.curvature.guard import shifted, untouched
 from limpet.curvature.structure import Structure
 
 __all__ = [
@@ -25,11 +25,14 @@ __all__ = [
     "FisherPass",
     "Forward",
     "Structure",
+    "call",
     "counted_examples",
     "discover",
     "is_excluded",
     "named_parameters",
     "plain",
+    "prepared",
+    "shifted",
     "untouched",
     "unwrapped",
 ]

@@ -53,6 +53,35 @@ def part(batch: Any, examples: slice) -> Any:
     return tree_map(lambda leaf: leaf[examples] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf, batch)
 
 
+class FirstBatches:
+    """The first examples that were read, to look at once more."""
+
+    LIMIT = 1000
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self.rows = 0
+
+    def add(self, number: int, batch: Any) -> None:
+        """Keep batch `number`, or as many of its examples as are still wanted; one that is known is not kept twice."""
+        if self.rows < self.LIMIT and number == len(self.batches):
+            size = batch_size(batch)
+            wanted = self.LIMIT - self.rows
+            self.batches.append(batch if size is None else part(batch, slice(0, wanted)))
+            self.rows += 1 if size is None else min(size, wanted)
+
+    def take(self, rows: int) -> list[Any]:
+        """So many examples; batches that cannot be cut are taken whole."""
+        taken: list[Any] = []
+        for batch in self.batches:
+            if rows <= 0:
+                break
+            size = batch_size(batch)
+            taken.append(batch if size is None else part(batch, slice(0, rows)))
+            rows -= 1 if size is None else min(size, rows)
+        return taken
+
+
 def call(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Any, Any]:
     """Outputs and targets (None where there are none) of a batch."""
     if forward is not None:

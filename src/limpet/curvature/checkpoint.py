@@ -47,6 +47,7 @@ class Checkpoint:
             "seen": one_pass.seen,
             "rows": one_pass.rows,
             "batches": one_pass.batches,
+            "roots": one_pass.roots,
         }
         files.write(self.path, FORMAT, description, tensors)
         self._last = time.monotonic()
@@ -72,7 +73,7 @@ class Checkpoint:
         one_pass.fisher = described["fisher"]
         one_pass.used = set(described["used"])
         one_pass.seen, one_pass.rows = int(described["seen"]), int(described["rows"])
-        one_pass.batches = int(described["batches"])
+        one_pass.batches, one_pass.roots = int(described["batches"]), int(described["roots"])
         one_pass.tally = tensors.pop("tally")
         device = next(iter(one_pass.parameters.values())).device
         one_pass.generator = torch.Generator(device)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from limpet.curvature.accumulators import Accumulator
 from limpet.curvature.audit import gradients_at, not_by_example, unseen
 from limpet.curvature.batches import (
+    FirstBatches,
     Forward,
     batch_size,
     call,
@@ -57,6 +58,10 @@ class Fisher:
     seen: int
     kind: str
     unused: frozenset[str]
+    rows: int  # the examples seen, as the batches count them
+    first: FirstBatches  # of those that were read
+    roots: int = 1  # backward passes that every batch took
+    loss_scale: float = 1.0  # what makes nats of the likelihood's negative logarithm
 
 
 class _UnforeseenError(Exception):
@@ -103,6 +108,8 @@ class FisherPass:
         self.tally = torch.zeros(2, dtype=torch.float64)
         self.used: set[str] = set()  # parameters that had a gradient
         self.audited: set[Any] = set()  # ways of using the blocks that were found right
+        self.first = FirstBatches()
+        self.roots = 0  # backward passes that a batch takes
         self.batches = 0  # batches read
         self.seen = 0  # examples, or predicted positions
         self.rows = 0  # examples as the batches count them
@@ -152,12 +159,15 @@ class FisherPass:
             stack.callback(bar.close)
             bar.update(self.seen)
             if limit is not None and self.seen >= limit:
+                for number, batch in zip(range(known), batches, strict=False):
+                    self.first.add(number, batch)
                 return  # a pass that was stopped when it had all it wanted
             stack.enter_context(untouched(self.model, batches))
             stack.enter_context(_eager())
             stack.enter_context(_plain_recurrence(self.model))
             stack.enter_context(self.recorder.attached(self.blocks))
             for number, batch in enumerate(batches):
+                self.first.add(number, batch)
                 if number < known:
                     continue  # read before the pass was stopped
                 before = self.seen
@@ -180,7 +190,18 @@ class FisherPass:
             if not all(term.is_finite() for term in found):
                 raise CurvatureError(f"the curvature of {name} holds inf or nan: look at the data, or the weights")
         unused = {name for block in self.blocks for name in block.parameters} - self.used
-        return Fisher(self.blocks, terms, examples, self.seen, self.fisher, frozenset(unused))
+        return Fisher(
+            self.blocks,
+            terms,
+            examples,
+            self.seen,
+            self.fisher,
+            frozenset(unused),
+            self.rows,
+            self.first,
+            self.roots,
+            loss_scale=self.likelihood.fisher_scale(self.tally, empirical=False),
+        )
 
     def _take(self, batch: Any, left: int | None) -> None:
         """Add one batch, or its first `left` examples, to the sums."""
@@ -260,10 +281,12 @@ class FisherPass:
         silent = [block for block in hooked if not self.recorder.calls.get(block.name)]
         watched = {name: self.parameters[name] for block in silent for name in block.parameters}
         roots = self._roots(outputs, targets)
+        self.roots = 0
         kept: list[tuple[Tensor, ...]] = []
         following, first = next(roots, None), True
         while following is not None:
             root, following = following, next(roots, None)
+            self.roots += 1
             if direct:
                 kept.append(root)
             wanted = [*self.recorder.edges, *(watched.values() if first else ())]

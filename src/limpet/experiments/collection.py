@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,12 +31,18 @@ class Variant:
     def name(self) -> str:
         """A name for files, that no other variant has."""
         digest = hashlib.sha256(_settings(self.records[0].recipe).encode()).hexdigest()[:6]
-        return f"{self.label.replace('/', '-')}-{self.strength:g}-{digest}"
+        return f"{self.label.replace('/', '-')}-{self.strength_text}-{digest}"
 
     @property
-    def strength(self) -> float:
-        """What the Fisher was multiplied by."""
-        return self.records[0].recipe.memory.strength
+    def strength(self) -> float | None:
+        """What the Fisher was multiplied by; None where the memory chose it."""
+        strength = self.records[0].recipe.memory.strength
+        return None if isinstance(strength, str) else strength
+
+    @property
+    def strength_text(self) -> str:
+        """The strength for people to read."""
+        return "auto" if self.strength is None else f"{self.strength:g}"
 
     @cached_property
     def scores(self) -> list[float]:
@@ -76,8 +83,12 @@ class Experiment:
         )
 
     def of(self, label: str) -> list[Variant]:
-        """The variants of a method, by strength."""
-        return sorted((v for v in self.variants if v.label == label), key=lambda v: v.strength)
+        """The variants of a method, by strength; those that choose their own last."""
+        return sorted((v for v in self.variants if v.label == label), key=_by_strength)
+
+    def swept(self, label: str) -> list[tuple[float, Variant]]:
+        """The variants of a method with a strength of their own, by strength."""
+        return [(v.strength, v) for v in self.of(label) if v.strength is not None]
 
     def best(self, label: str) -> Variant:
         """What stands for the method: of the variants with most seeds the one with the best mean."""
@@ -86,6 +97,10 @@ class Experiment:
     def has(self, label: str) -> bool:
         """Whether the method was run."""
         return any(variant.label == label for variant in self.variants)
+
+
+def _by_strength(variant: Variant) -> float:
+    return math.inf if variant.strength is None else variant.strength
 
 
 def _settings(recipe: Recipe) -> str:

@@ -121,7 +121,7 @@ def the_first_task(experiment: Experiment) -> Any:
 def _named(variant: Variant) -> str:
     """The label, with the strength where the method has one."""
     name = variant.label.replace("/", ", ")
-    return f"{name} ({variant.strength:g})" if variant.records[0].kept_bytes else name
+    return f"{name} ({variant.strength_text})" if variant.records[0].kept_bytes else name
 
 
 STATISTICS: dict[str, tuple[Callable[[Sequence[float]], float], dict[str, Any]]] = {
@@ -137,10 +137,10 @@ def effect_of_strength(experiment: Experiment) -> Any:
     """Fig. 2 of the paper: what becomes of the tasks at the smallest, the best and the largest strength."""
     rows = []
     for structure in ("kronecker", "diagonal"):
-        variants = experiment.of(f"online-laplace/{structure}")
-        if len({v.strength for v in variants}) >= 2 and variants[0].records[0].tasks >= 3:
-            best = max(variants, key=lambda v: v.mean)
-            by_strength = {v.strength: v for v in (variants[0], variants[-1], best)}
+        swept = experiment.swept(f"online-laplace/{structure}")
+        if len({strength for strength, _ in swept}) >= 2 and swept[0][1].records[0].tasks >= 3:
+            best = max(swept, key=lambda pair: pair[1].mean)
+            by_strength = dict((swept[0], swept[-1], best))
             rows.append((structure, [by_strength[strength] for strength in sorted(by_strength)]))
     if not rows:
         return None
@@ -152,7 +152,7 @@ def effect_of_strength(experiment: Experiment) -> Any:
         for variant, axis in zip(chosen, line, strict=False):
             for name, (statistic, style) in STATISTICS.items():
                 axis.plot(*_statistic(variant, statistic), label=name, **style)
-            axis.set_title(f"{structure}, strength {variant.strength:g}", fontsize=10)
+            axis.set_title(f"{structure}, strength {variant.strength_text}", fontsize=10)
     for axis in axes[-1]:
         axis.set_xlabel("tasks learned")
     for axis in axes[:, 0]:
@@ -163,15 +163,14 @@ def effect_of_strength(experiment: Experiment) -> Any:
 
 def accuracy_over_strength(experiment: Experiment) -> Any:
     """Fig. 3 of the paper: test accuracy over the strength (for SI: its c)."""
-    swept = [label for label in experiment.labels() if len({v.strength for v in experiment.of(label)}) >= 3]
+    swept = [label for label in experiment.labels() if len(dict(experiment.swept(label))) >= 3]
     if not swept:
         return None
     figure, axes = _axes()
     axis = axes[0, 0]
     for label in swept:
-        variants = experiment.of(label)
-        strengths, means = [v.strength for v in variants], [v.mean for v in variants]
-        spreads = [v.spread or 0.0 for v in variants]
+        strengths, variants = zip(*experiment.swept(label), strict=True)
+        means, spreads = [v.mean for v in variants], [v.spread or 0.0 for v in variants]
         axis.errorbar(
             strengths, means, spreads, label=label.replace("/", ", "), marker="o", markersize=4, **_style(label)
         )

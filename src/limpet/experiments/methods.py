@@ -185,7 +185,10 @@ class SynapticIntelligence(WithMemory):
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         super().__init__(model, recipe)
-        self.memory = limpet.SynapticIntelligence(model, strength=recipe.memory.strength, damping=recipe.memory.damping)
+        strength = recipe.memory.strength
+        if isinstance(strength, str):
+            raise LimpetError("si has no strength='auto': give its c, such as --strength 0.1")
+        self.memory = limpet.SynapticIntelligence(model, strength=strength, damping=recipe.memory.damping)
 
     def learned(self, lesson: Lesson, earlier: Callable[[], Iterable[Lesson]]) -> None:
         """No data are needed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -82,7 +82,7 @@ class Training(Part):
 class Holding(Part):
     """What a memory is given: its strength (c for Synaptic Intelligence) and how it measures and holds."""
 
-    strength: float = Field(1.0, ge=0)
+    strength: Annotated[float, Field(ge=0)] | Literal["auto"] = 1.0
     prior_precision: float = Field(1.0, ge=0)
     fisher: Literal["auto", "exact", "sampled", "empirical"] = "auto"
     smoothing: float = Field(0.0, ge=0)

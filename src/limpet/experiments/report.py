@@ -84,7 +84,6 @@ def table(experiment: Experiment) -> str:
 
 
 def _line(variant: Variant, many: bool) -> list[str]:
-    recipe = variant.records[0].recipe
     if many:
         tasks = [variant.metric(f"{which}_task") for which in ("first", "last", "worst")]
     else:
@@ -94,7 +93,7 @@ def _line(variant: Variant, many: bool) -> list[str]:
     held = variant.records[0].kept_bytes
     return [
         variant.label,
-        f"{recipe.memory.strength:g}" if held else "",
+        variant.strength_text if held else "",
         *(_number(value, 1) for value in tasks),
         f"{variant.mean:.2f}{spread}",
         str(len(variant.records)),

@@ -35,11 +35,11 @@ def make_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimize
     )
 
 
-def learning_rate(training: Training, strength: float, task: int, update: int, per_epoch: int) -> float:
+def learning_rate(training: Training, strength: float | str, task: int, update: int, per_epoch: int) -> float:
     """The learning rate of an update, from nothing but its place."""
     begin = training.lr / (1 + training.task_decay * task)
     if task and training.strength_decay:
-        begin /= max(1.0, training.strength_decay * strength)
+        begin /= max(1.0, training.strength_decay * (1.0 if isinstance(strength, str) else strength))
     if training.schedule == "cosine":
         total = training.epochs * per_epoch
         return 0.5 * begin * (1 + math.cos(math.pi * min(update / total, 1.0)))

@@ -56,7 +56,8 @@ class ApproximateLaplace(Laplace):
             self._measure(data, count, limit, forward, progress, file)
             for (data, count), file in zip(passes, saved, strict=True)
         ]
-        self._settle(fishers)
+        self._settle(fishers, forward)
+        self.history = self.history.measured_anew()
         for file in saved:
             if file is not None:
                 file.remove()

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from limpet import store
+from limpet.calibration import measure
 from limpet.curvature import (
     DIRECT,
     FISHERS,
@@ -48,13 +49,15 @@ class Laplace(Memory):
     the quadratic at its mode. It costs one more pass, a short one where the loader can say how many examples it has.
     """
 
+    _measures_curves = True
+
     def __init__(
         self,
         model: nn.Module,
         *,
         likelihood: str | Likelihood = "categorical",
         structure: str = "kronecker",
-        strength: float = 1.0,
+        strength: float | str = 1.0,
         prior_precision: float = 1.0,
         fisher: str = "auto",
         prior_mean: str = "zero",
@@ -97,7 +100,7 @@ class Laplace(Memory):
         same order, it goes on from there; the file is gone once the task is taken in.
         """
         saved = None if checkpoint is None else Checkpoint(checkpoint)
-        self._settle([self._measure(batches, examples, limit, forward, progress, saved)])
+        self._settle([self._measure(batches, examples, limit, forward, progress, saved)], forward)
         if saved is not None:
             saved.remove()
 
@@ -125,7 +128,7 @@ class Laplace(Memory):
         sized = examples is not None or counted_examples(batches) is not None
         short = min(limit or LOOK, LOOK) if sized or limit is not None else None
         look = self._pass(forward, None).run(batches, examples=examples, limit=short, progress=False)
-        return surroundings(self.posterior, look, self.strength, self.smoothing, self.seed + self.tasks)
+        return surroundings(self.posterior, look, self._strength, self.smoothing, self.seed + self.tasks)
 
     def _pass(self, forward: Forward | None, displacement: Displacement | None) -> FisherPass:
         return FisherPass(
@@ -140,13 +143,16 @@ class Laplace(Memory):
             displacement=displacement,
         )
 
-    def _settle(self, fishers: list[Fisher]) -> None:
+    def _settle(self, fishers: list[Fisher], forward: Forward | None) -> None:
         """Let what the passes found become the memory: the newest task is the last of them."""
         newest = fishers[-1]
         self._warn_of_fallback(newest)
         self._direct |= {name for b in newest.blocks if b.kind == DIRECT for name in b.parameters}
         self.posterior.arrange(newest.blocks)
+        moved = self.forecast().quadratic
         self.posterior.replace_all(lambda held: self._updated(held, fishers) if self._learned(held, newest) else held)
+        curve = measure(self.posterior, newest, self.likelihood, forward, self.seed + self.tasks)
+        self.history = self.history.learned(newest.examples, curve, moved)
         self.unused = newest.unused
         self.examples += newest.examples
         self.tasks += 1
@@ -182,7 +188,7 @@ class Laplace(Memory):
         precision = held.precision
         for fisher in fishers:
             for term in fisher.terms.get(held.block.name, ()):
-                precision = precision.add(term, self.strength)
+                precision = precision.add(term, self._strength)
         return precision
 
     def _settings(self) -> dict[str, Any]:

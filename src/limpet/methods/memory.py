@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from limpet import store
+from limpet.calibration import History
 from limpet.curvature import Block, Structure, discover, is_excluded, named_parameters, plain, unwrapped
 from limpet.errors import (
     LimpetError,
@@ -24,10 +25,12 @@ from limpet.errors import (
 )
 from limpet.forecast import Forecast, forecast
 from limpet.likelihoods import Likelihood, resolve
+from limpet.multipliers import Automatic, Budget, Multiplier
 from limpet.posterior import Held, Posterior
 from limpet.precision import STRUCTURES
 from limpet.predictive import predictive, sample_weights
-from limpet.protect import Protection, ProximalState, StepObserver
+from limpet.protect import Protection, StepObserver
+from limpet.pull import ProximalState
 from limpet.report import Report, report, running_statistics
 
 PRIOR_MEANS = ("zero", "initial")
@@ -41,6 +44,7 @@ class Memory(ABC):
     """What a network knows, as a Gaussian over its weights. Use one of the methods: `limpet.OnlineLaplace`, ..."""
 
     method: ClassVar[str]
+    _measures_curves: ClassVar[bool] = False  # whether forecasts are in nats, so that a multiplier can follow them
 
     def __init__(
         self,
@@ -48,7 +52,7 @@ class Memory(ABC):
         *,
         likelihood: str | Likelihood,
         structure: str,
-        strength: float,
+        strength: float | str,
         prior_precision: float,
         prior_mean: str,
         exclude: Iterable[str | nn.Module | nn.Parameter],
@@ -63,12 +67,13 @@ class Memory(ABC):
         _check_model(model)
         self.model = unwrapped(model)
         self.likelihood = resolve(likelihood)
-        self.strength = strength
         self.exclude = _excluded_names(self.model, exclude)
         self.posterior = Posterior(self.model, Structure(structure, max_side), prior_precision, prior_mean)
+        self.strength = strength
         self.examples = 0
         self.tasks = 0
         self.unused: frozenset[str] = frozenset()
+        self.history = History()
         self._direct: set[str] = set()
         self._protection: Protection | None = None
         self._proximal_state: ProximalState | None = None
@@ -77,13 +82,21 @@ class Memory(ABC):
         self._say_what_is_not_protected()
 
     @property
-    def strength(self) -> float:
-        """What the Fisher of the tasks to come is multiplied by; it may be changed between tasks."""
-        return self._strength
+    def strength(self) -> float | str:
+        """What the Fisher of the tasks to come is multiplied by, or "auto"; it may be changed between tasks."""
+        return "auto" if self._automatic else self._strength
 
     @strength.setter
-    def strength(self, value: float) -> None:
-        self._strength = finite_number("strength", value)
+    def strength(self, value: float | str) -> None:
+        automatic = isinstance(value, str) and value == "auto"
+        if automatic and self.structure == "kronecker-sum":
+            raise UnsupportedError("strength='auto' needs structure='kronecker', 'diagonal' or 'dense'")
+        if automatic and not self._measures_curves:
+            raise UnsupportedError(f"{type(self).__name__} measures no Fisher, so its strength cannot be 'auto'")
+        if isinstance(value, str) and not automatic:
+            raise ValueError(f"strength must be a number >= 0 or 'auto', not {value!r}")
+        self._strength = 1.0 if automatic else finite_number("strength", value)
+        self._automatic = automatic
 
     @property
     def structure(self) -> str:
@@ -104,12 +117,16 @@ class Memory(ABC):
         mode: str = "auto",
         reduction: str = "mean",
         batch_size: int | None = None,
+        budget: float | None = None,
     ) -> Protection:
         """Hold on to what is known while the body trains: `with memory.protect(optimizer, examples=N): ...`.
 
         `examples` is N, the examples of the new task, epochs not counted. `mode` is "proximal" (SGD; cannot diverge;
         with `every=k` taken every k steps) or "gradient" (any optimizer), chosen by the optimizer when "auto". The
         loss is a mean over examples; one that sums over a batch says reduction="sum" and batch_size.
+
+        With `budget` the strength no longer matters: the memory holds just as hard as keeps the forecast within so
+        many nats per example, and not at all before.
         """
         self._refuse_inside_protect()
         self.posterior.arrange(self._planned())
@@ -122,10 +139,24 @@ class Memory(ABC):
             reduction=reduction,
             batch_size=batch_size,
             state=self._resume,
+            multiplier=self._multiplier(budget),
+            old_examples=self.examples,
             observer=self._observer(examples),
             on_enter=self._entered,
             on_exit=self._left,
         )
+
+    def _multiplier(self, budget: float | None) -> Multiplier | None:
+        if budget is None:
+            return Automatic(self.history) if self._automatic else None
+        if not finite_number("budget", budget):
+            raise ValueError("a budget of 0 lets nothing change: give what may be forgotten, in nats per example")
+        if not self._measures_curves or self.structure == "kronecker-sum":
+            raise UnsupportedError(
+                "budget= needs forecasts in nats and a closed proximal map: a Laplace method with "
+                "structure='kronecker', 'diagonal' or 'dense'"
+            )
+        return Budget(self.history, float(budget))
 
     def _entered(self, protection: Protection) -> None:
         self._refuse_inside_protect()
@@ -159,12 +190,28 @@ class Memory(ABC):
         >>> memory.consolidate([(x, y)])
         >>> loss = torch.nn.functional.cross_entropy(model(x), y) + memory.penalty() / len(x)
         >>> loss.backward()
+
+        With strength="auto" the sum of F_t is multiplied by the R'(q) of where the weights are.
         """
-        return self.posterior.penalty()
+        return self.posterior.penalty(self.history.slope(self.forecast().quadratic) if self._automatic else 1.0)
 
     def forecast(self) -> Forecast:
-        """The predicted rise of the mean old loss since the last consolidation, in nats per example."""
-        return forecast(self.posterior, self.examples)
+        """The predicted rise of the mean old loss since the last consolidation, in nats per example.
+
+        Cheap enough to log during training: one rotation of each block's displacement.
+
+        >>> import limpet
+        >>> model = torch.nn.Linear(3, 2)
+        >>> memory = limpet.OnlineLaplace(model)
+        >>> memory.consolidate([(torch.randn(200, 3), torch.randint(0, 2, (200,)))])
+        >>> float(memory.forecast())
+        0.0
+        >>> with torch.no_grad():
+        ...     model.weight += 0.1
+        >>> 0 < memory.forecast() < 0.1
+        True
+        """
+        return forecast(self.posterior, self.examples, self.history)
 
     def sample_weights(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """The protected parameters, drawn from the Gaussian that the memory is."""
@@ -185,14 +232,18 @@ class Memory(ABC):
     def report(self) -> Report:
         """Every parameter of the model: its block, structure, bytes, and whether it is protected or why not."""
         title = (
-            f"{type(self).__name__}: {self.structure}, strength {self.strength:g}, {self.tasks} tasks, "
+            f"{type(self).__name__}: {self.structure}, strength {self._strength_text}, {self.tasks} tasks, "
             f"{self.examples:,} examples"
         )
         return report(self.posterior, title, exclude=self.exclude, unused=self.unused)
 
+    @property
+    def _strength_text(self) -> str:
+        return "auto" if self._automatic else f"{self._strength:g}"
+
     def __repr__(self) -> str:
         return (
-            f"<{type(self).__name__} structure={self.structure!r} strength={self.strength:g} tasks={self.tasks} "
+            f"<{type(self).__name__} structure={self.structure!r} strength={self._strength_text} tasks={self.tasks} "
             f"examples={self.examples} bytes={self.nbytes}>"
         )
 
@@ -264,7 +315,8 @@ class Memory(ABC):
         return {
             "method": self.method,
             "structure": self.structure,
-            "strength": self.strength,
+            "strength": self._strength,
+            "automatic": self._automatic,
             "prior_precision": self.posterior.prior_precision,
             "prior_mean": self.posterior.prior_mean,
             "likelihood": self.likelihood.describe(),
@@ -273,15 +325,17 @@ class Memory(ABC):
             "examples": self.examples,
             "tasks": self.tasks,
             "unused": sorted(self.unused),
+            "history": self.history.plain(),
         }
 
     def _read_settings(self, settings: store.Settings) -> dict[str, Any]:
         """The attributes that settings stand for."""
         return {
-            "strength": settings.number("strength"),
+            "strength": "auto" if settings.flag("automatic") else settings.number("strength"),
             "examples": settings.whole("examples"),
             "tasks": settings.whole("tasks"),
             "unused": frozenset(settings.names("unused")),
+            "history": History.restore(settings.part("history")),
         }
 
     def _extra_tensors(self) -> dict[str, Tensor]:

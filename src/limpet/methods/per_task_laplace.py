@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from limpet.curvature import Fisher
+from limpet.curvature import Fisher, Forward
 from limpet.methods.laplace import Laplace
 from limpet.posterior import Held
 from limpet.precision.linalg import widened
@@ -34,9 +34,9 @@ class PerTaskLaplace(Laplace):
 
     method = "per-task-laplace"
 
-    def _settle(self, fishers: list[Fisher]) -> None:
+    def _settle(self, fishers: list[Fisher], forward: Forward | None) -> None:
         self._moved = 0.0
-        super()._settle(fishers)
+        super()._settle(fishers, forward)
         self.posterior.constant += self._moved
 
     def _updated(self, held: Held, fishers: list[Fisher]) -> Held:

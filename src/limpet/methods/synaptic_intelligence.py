@@ -117,7 +117,7 @@ class SynapticIntelligence(Memory):
             importance = watch.path[name] / (change.square() + self.damping)
             # the penalty is 1/2 L d^2 / N, that of the paper strength * Omega d^2
             term = held.block.matrix([2 * watch.examples * importance])
-            precision = held.precision.add(DiagonalTerm(_kept_positive(term, held, self.strength)), self.strength)
+            precision = held.precision.add(DiagonalTerm(_kept_positive(term, held, self._strength)), self._strength)
             held_now[name] = replace(held, mean=self._current_mean(held), precision=precision, tasks=held.tasks + 1)
         self.posterior.held = held_now
         self.examples += watch.examples

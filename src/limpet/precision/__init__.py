@@ -5,6 +5,7 @@ from limpet.precision.dense import Dense
 from limpet.precision.diagonal import Diagonal
 from limpet.precision.kronecker import Kronecker
 from limpet.precision.kronecker_sum import KroneckerSum
+from limpet.precision.spectrum import Spectrum
 from limpet.precision.terms import DenseTerm, DiagonalTerm, KroneckerTerm, Term
 
 STRUCTURES: dict[str, type[Diagonal] | type[Kronecker] | type[KroneckerSum] | type[Dense]] = {
@@ -22,5 +23,6 @@ __all__ = [
     "KroneckerSum",
     "KroneckerTerm",
     "Precision",
+    "Spectrum",
     "Term",
 ]

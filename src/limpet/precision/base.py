@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from limpet.errors import LimpetError, finite_number
+from limpet.precision.spectrum import Spectrum
 from limpet.precision.terms import Term
 
 if TYPE_CHECKING:
@@ -58,6 +59,10 @@ class Precision(ABC):
     @abstractmethod
     def proximal(self, v: Tensor, step: float) -> Tensor:
         """(I + step L)^-1 v, the minimiser of 1/(2 step) ||w - v||^2 + 1/2 w^T L w."""
+
+    @abstractmethod
+    def spectrum(self) -> Spectrum:
+        """L and its Fisher in one basis; where they share none, the Fisher's diagonal in that of L."""
 
     @abstractmethod
     def solve(self, v: Tensor) -> Tensor:

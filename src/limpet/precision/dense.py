@@ -12,6 +12,7 @@ from torch import Tensor
 
 from limpet.precision.base import Facts, Precision, check_shape, fact, inverse_root, noise, optional_fact
 from limpet.precision.linalg import symmetric_eigen, widened
+from limpet.precision.spectrum import Spectrum
 from limpet.precision.terms import DenseTerm, Term
 from limpet.precision.weighted import WeightedSum
 
@@ -61,6 +62,17 @@ class Dense(Precision):
 
     def proximal(self, v: Tensor, step: float) -> Tensor:
         return self._by_eigenvalue(v, 1 / (1 + step * self._eigen[0]))
+
+    def spectrum(self) -> Spectrum:
+        values, vectors = self._eigen
+        plain = ((self.matrix.plain @ vectors) * vectors).sum(0)
+        return Spectrum(
+            plain,
+            values - self.prior,
+            self.prior,
+            into=lambda v: vectors.mT @ v.flatten(),
+            back=lambda v: (vectors @ v).reshape(self.shape),
+        )
 
     def solve(self, v: Tensor) -> Tensor:
         return self._by_eigenvalue(v, inverse_root(self._eigen[0]).square())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from limpet.precision.base import Facts, Precision, check_shape, fact, inverse_root, noise, optional_fact
 from limpet.precision.linalg import widened
+from limpet.precision.spectrum import Spectrum
 from limpet.precision.terms import DiagonalTerm, Term
 from limpet.precision.weighted import WeightedSum
 
@@ -53,6 +54,9 @@ class Diagonal(Precision):
 
     def proximal(self, v: Tensor, step: float) -> Tensor:
         return v / (1 + step * self._full)
+
+    def spectrum(self) -> Spectrum:
+        return Spectrum(self.values.plain, self.values.total, self.prior, lambda v: v, lambda v: v)
 
     def solve(self, v: Tensor) -> Tensor:
         return v * inverse_root(self._full).square()

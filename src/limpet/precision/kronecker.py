@@ -28,6 +28,7 @@ from torch import Tensor
 
 from limpet.precision.base import Facts, Precision, check_shape, fact, inverse_root, noise, optional_fact
 from limpet.precision.linalg import symmetric_eigen, widened
+from limpet.precision.spectrum import Spectrum
 from limpet.precision.terms import KroneckerTerm, Term
 from limpet.precision.weighted import WeightedSum
 
@@ -188,6 +189,9 @@ class Kronecker(Precision):
         factor, values = self.values.factored
         one = values.new_tensor(1 + step * self.prior)
         return self.rotate_back(self.rotate(v) / torch.add(one, values, alpha=step * factor))
+
+    def spectrum(self) -> Spectrum:
+        return Spectrum(self.values.plain, self.values.total, self.prior, self.rotate, self.rotate_back)
 
     def solve(self, v: Tensor) -> Tensor:
         return self.rotate_back(self.rotate(v) * inverse_root(self._full).square())

@@ -13,6 +13,7 @@ from limpet.errors import UnsupportedError
 from limpet.precision.base import Facts, Precision, check_shape, fact, noise
 from limpet.precision.kronecker import Kronecker
 from limpet.precision.linalg import conjugate_gradients, symmetric_eigen, widened
+from limpet.precision.spectrum import Spectrum
 from limpet.precision.terms import KroneckerTerm, Term
 
 if TYPE_CHECKING:
@@ -92,6 +93,10 @@ class KroneckerSum(Precision):
             lambda x: self.eigenbasis.proximal(x, step),
             tolerance=_tolerance(v),
         )
+
+    def spectrum(self) -> Spectrum:
+        """That of the eigenbasis form: exact for one task and for equal ones, near for others."""
+        return self.eigenbasis.spectrum()
 
     def solve(self, v: Tensor) -> Tensor:
         return conjugate_gradients(self.apply, v, self.eigenbasis.solve, tolerance=_tolerance(v))

@@ -1,0 +1,294 @@
+"""What the quadratic does not know: how much the loss of a task really rises, measured while its data are in hand.
+
+    rise = R(q),    q = 1/2 dw^T F dw / N
+
+At the mode the quadratic is right; at the distances to which new tasks push the weights the loss rises faster. How much
+faster, a task's own data tell: the weights are pushed as a new task would push them and the loss is looked at,
+
+    z = (I + s L)^-1 e,    e ~ N(0, 2 v I),
+
+with v the mean square of a block's weights, so that e leads from them to other weights of their size, and s, by which
+the memory holds against it, such that z is predicted to raise the loss by a stated q. The mean of z and -z leaves out
+what is odd in z: at the mode of a penalised loss the gradient is not zero.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from limpet.curvature import Fisher, Forward, call, named_parameters, prepared, shifted, untouched
+from limpet.errors import finite_number, positive_whole
+from limpet.likelihoods import Likelihood
+from limpet.posterior import Posterior
+from limpet.precision import Precision, Spectrum, Term
+from limpet.precision.base import noise
+
+RISES = (0.002, 0.006, 0.02, 0.06, 0.2)
+"""The predicted rises, in nats per example, at which the true one is measured."""
+
+SHARE = 0.05
+"""The work of measuring, as a share of that of the curvature pass."""
+
+LEAST = 16
+"""Examples that are looked at however few the pass took."""
+
+KEPT = 64
+"""Tasks that are remembered one by one; beyond them the two oldest become one."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """R(q): between the points that were measured log(R / q) is linear in log q, and outside of them R / q stays.
+
+    >>> curve = Curve.through([(0.01, 0.01), (0.1, 0.2)])
+    >>> round(curve(0.1), 6), round(curve(0.2), 6), round(curve(0.001), 6)
+    (0.2, 0.4, 0.001)
+    >>> Curve()(0.3)  # nothing measured: the quadratic as it is
+    0.3
+    """
+
+    predicted: tuple[float, ...] = ()
+    measured: tuple[float, ...] = ()
+
+    @classmethod
+    def through(cls, points: Iterable[tuple[float, float]]) -> Curve:
+        """The curve through (predicted, measured); never falling, without points where no rise was seen."""
+        seen = sorted({q: rise for q, rise in points if q > 0 and rise > 0 and math.isfinite(rise)}.items())
+        return cls(tuple(q for q, _ in seen), tuple(accumulate((rise for _, rise in seen), max)))
+
+    def __call__(self, q: float) -> float:
+        """The true rise where q is predicted."""
+        return q * _interpolated(q, self.predicted, self._ratios)
+
+    def slope(self, q: float) -> float:
+        """R'(q), smooth over the points and never falling: what makes the quadratic rise as fast as the loss there."""
+        return _interpolated(q, self.predicted, self._slopes)
+
+    @cached_property
+    def _ratios(self) -> list[float]:
+        return [rise / q for q, rise in zip(self.predicted, self.measured, strict=True)]
+
+    @cached_property
+    def _slopes(self) -> list[float]:
+        """At the points: R/q (1 + p), with p the power with which R/q grows, that before a point and that after it."""
+        known, ratios = self.predicted, self._ratios
+        powers = [
+            math.log(ratios[i + 1] / ratios[i]) / math.log(known[i + 1] / known[i]) for i in range(len(known) - 1)
+        ]
+        before, after = [0.0, *powers], [*powers, 0.0]
+        slopes = (ratio * (1 + (before[i] + after[i]) / 2) for i, ratio in enumerate(ratios))
+        return list(accumulate(slopes, max))
+
+
+def _interpolated(q: float, places: Sequence[float], values: Sequence[float]) -> float:
+    """The value at q, linear between the places on logarithmic scales and constant outside; 1 where there is none."""
+    if not places:
+        return 1.0
+    after = bisect.bisect_right(places, q)
+    if after in (0, len(places)):
+        return values[min(after, len(places) - 1)]
+    low, high = values[after - 1], values[after]
+    share = math.log(q / places[after - 1]) / math.log(places[after] / places[after - 1])
+    return float(low * (high / low) ** share)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A task that was taken in: its examples, its curve, and how far all weights had travelled by then."""
+
+    examples: int
+    curve: Curve
+    since: float
+
+
+@dataclass(frozen=True)
+class History:
+    """What is remembered of each task beside the Gaussian: how its loss rises, and from where.
+
+    `travelled` is the sum of the q of all moves from mode to mode; a task that was learned when it was `since` has
+    travelled - since behind it, and another q adds to that:  rise = R(travelled - since + q) - R(travelled - since).
+    """
+
+    tasks: tuple[Known, ...] = field(default=())
+    travelled: float = 0.0
+
+    def learned(self, examples: int, curve: Curve, moved: float) -> History:
+        """One more task, for which the weights moved by a q of `moved`."""
+        travelled = self.travelled + moved
+        tasks = (*self.tasks, Known(examples, curve, travelled))
+        if len(tasks) > KEPT:
+            tasks = (_merged(*tasks[:2]), *tasks[2:])
+        return History(tasks, travelled)
+
+    def measured_anew(self) -> History:
+        """All curvature is that of the newest mode: nothing has been travelled since."""
+        return History(tuple(Known(task.examples, task.curve, self.travelled) for task in self.tasks), self.travelled)
+
+    def rises(self, q: float) -> list[float]:
+        """The predicted rise of every task's mean loss."""
+        behind = [(task.curve, self.travelled - task.since) for task in self.tasks]
+        return [curve(before + q) - curve(before) for curve, before in behind]
+
+    def slope(self, q: float) -> float:
+        """What the quadratic has to be multiplied by to rise as fast as the mean loss of all tasks does at q."""
+        slopes = [task.curve.slope(self.travelled - task.since + q) for task in self.tasks]
+        return self.mean(slopes) if slopes else 1.0
+
+    def mean(self, values: Sequence[float]) -> float:
+        """The mean over all examples of a value for each task."""
+        total = sum(task.examples for task in self.tasks)
+        return sum(task.examples * value for task, value in zip(self.tasks, values, strict=True)) / total
+
+    def plain(self) -> dict[str, Any]:
+        """As plain values, for a file."""
+        tasks = [[t.examples, t.since, list(t.curve.predicted), list(t.curve.measured)] for t in self.tasks]
+        return {"travelled": self.travelled, "tasks": tasks}
+
+    @classmethod
+    def restore(cls, values: Mapping[str, Any] | None) -> History:
+        """The inverse of `plain`; nothing where a file is older than this."""
+        if values is None:
+            return cls()
+        tasks = tuple(
+            Known(positive_whole("examples", n), Curve(_rising(q), _rising(rise)), finite_number("since", since))
+            for n, since, q, rise in values["tasks"]
+        )
+        if any(len(task.curve.predicted) != len(task.curve.measured) for task in tasks):
+            raise ValueError("a curve has as many measured as predicted rises")
+        return cls(tasks, finite_number("travelled", values["travelled"]))
+
+
+def _rising(values: Sequence[Any]) -> tuple[float, ...]:
+    numbers = tuple(finite_number("a point of a curve", value) for value in values)
+    if any(a > b for a, b in pairwise(numbers)) or not all(numbers):
+        raise ValueError("the points of a curve are above zero and do not fall")
+    return numbers
+
+
+def _merged(a: Known, b: Known) -> Known:
+    """Two tasks as one, of their mean."""
+    examples = a.examples + b.examples
+    places = a.curve.predicted or b.curve.predicted
+    points = ((q, (a.examples * a.curve(q) + b.examples * b.curve(q)) / examples) for q in places)
+    since = (a.examples * a.since + b.examples * b.since) / examples
+    return Known(examples, Curve.through(points), since)
+
+
+# --- measuring -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """A block that is pushed: the precision after the task, the task's own Fisher, the size of a push."""
+
+    parameters: tuple[str, ...]
+    split: Any
+    precision: Precision
+    spectrum: Spectrum
+    terms: Sequence[Term]
+    square: float
+
+    def push(self, step: float, generator: torch.Generator) -> Tensor:
+        """(I + step L)^-1 e; noise is the same in every basis, so it is drawn in that of L."""
+        drawn = noise(self.spectrum.fisher.shape, self.spectrum.fisher, generator)
+        return self.spectrum.back(math.sqrt(self.square) * drawn / self.spectrum.resistance(step))
+
+    def rise(self, z: Tensor) -> float:
+        """1/2 z^T F z with the task's own F."""
+        return sum(float((z * term.apply(z)).sum()) for term in self.terms) / 2
+
+
+@torch.no_grad()
+def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forward: Forward | None, seed: int) -> Curve:
+    """The curve of a task whose Fisher has just been added to the posterior, at the weights as they are."""
+    blocks = list(_pushed(posterior, fisher))
+    look = Look(posterior, fisher, likelihood, forward, seed)
+    if not blocks or not look.batches:
+        return Curve()
+    tasks = max(held.tasks for held in posterior.held.values())
+    points = []
+    with untouched(posterior.model):
+        start = look.loss({})
+        for number, rise in enumerate(RISES):
+            step = _step(blocks, rise * fisher.examples * tasks)
+            generator = torch.Generator().manual_seed((seed << 20) + number)
+            pushes = [block.push(step, generator) for block in blocks]
+            predicted = sum(block.rise(z) for block, z in zip(blocks, pushes, strict=True)) / fisher.examples
+            both = [look.loss(_by_parameter(blocks, pushes, sign)) for sign in (1.0, -1.0)]
+            points.append((predicted, fisher.loss_scale * (sum(both) / 2 - start)))
+            if not step:
+                break  # nothing holds against the push any more: there is no further to go
+    return Curve.through(points)
+
+
+def _pushed(posterior: Posterior, fisher: Fisher) -> Iterable[Pushed]:
+    weights = posterior.weights()
+    for held in posterior.held.values():
+        terms = fisher.terms.get(held.block.name, [])
+        square = 2 * float(held.matrix(weights).detach().square().mean())
+        if terms and square > 0 and not fisher.unused.issuperset(held.block.parameters):
+            yield Pushed(
+                held.block.parameters, held.block.split, held.precision, held.precision.spectrum(), terms, square
+            )
+
+
+def _by_parameter(blocks: Sequence[Pushed], pushes: Sequence[Tensor], sign: float) -> dict[str, Tensor]:
+    return {
+        name: part
+        for block, z in zip(blocks, pushes, strict=True)
+        for name, part in zip(block.parameters, block.split(sign * z), strict=True)
+    }
+
+
+def _step(blocks: Sequence[Pushed], rise: float) -> float:
+    """The step at which a push is expected to have this rise under the Fisher of all tasks; 0 where none has."""
+
+    def expected(step: float) -> float:
+        return sum(block.square * block.spectrum.expected_rise(step) for block in blocks)
+
+    if expected(0.0) <= rise:
+        return 0.0
+    low, high = -30.0, 30.0  # logarithms
+    while high - low > 0.2:
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected(math.exp(middle)) > rise else (low, middle)
+    return math.exp(high)
+
+
+class Look:
+    """The loss on some of a task's examples at weights near the mode."""
+
+    def __init__(
+        self, posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forward: Forward | None, seed: int
+    ) -> None:
+        self.model, self.likelihood, self.forward = posterior.model, likelihood, forward
+        self.parameters = named_parameters(posterior.model)
+        self.generator = torch.Generator(next(iter(self.parameters.values())).device).manual_seed(seed)
+        device = next(iter(self.parameters.values())).device
+        # a backward pass costs two forward ones
+        rows = round(SHARE * fisher.rows * (1 + 2 * fisher.roots) / (2 * len(RISES) + 1))
+        self.batches = [prepared(batch, device) for batch in fisher.first.take(max(rows, LEAST))]
+        self.targets: list[Any] = []
+
+    def loss(self, displacement: Mapping[str, Tensor]) -> float:
+        """The mean negative log likelihood at weights + displacement."""
+        total, count = 0.0, 0
+        with shifted(self.parameters, displacement):
+            for number, batch in enumerate(self.batches):
+                outputs, targets = call(self.model, batch, self.forward)
+                if targets is None:  # then the model's own at the mode, where the first look is taken
+                    if number == len(self.targets):
+                        self.targets.append(self.likelihood.sample(outputs, self.generator))
+                    targets = self.targets[number]
+                total += float(self.likelihood.negative_log_likelihood(outputs, targets))
+                count += self.likelihood.count(outputs, targets)
+        return total / count

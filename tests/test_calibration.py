@@ -1,0 +1,237 @@
+"""What the memory says of the rise of a loss, held against the rise itself."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import limpet
+import networks
+from limpet.calibration import KEPT, RISES, Curve, History, _pushed, measure
+from limpet.errors import MemoryFileError
+from limpet.likelihoods import Categorical
+from reference import dense_fisher
+from reference import measure as measured_fisher
+
+STRUCTURES = ["diagonal", "kronecker", "kronecker-sum", "dense"]
+
+
+def test_a_curve_goes_through_its_points_and_its_slope_is_its_derivative() -> None:
+    curve = Curve.through([(0.2, 0.9), (0.002, 0.003), (0.02, 0.04)])
+    for q, rise in ((0.002, 0.003), (0.02, 0.04), (0.2, 0.9)):
+        assert curve(q) == pytest.approx(rise, rel=1e-12)
+    assert curve(1e-5) == pytest.approx(1.5e-5) and curve(2.0) == pytest.approx(9.0)
+    for q in (0.003, 0.01, 0.05, 0.1):  # smooth over the points, so only nearly the derivative between them
+        assert curve.slope(q) == pytest.approx((curve(q * 1.0001) - curve(q * 0.9999)) / (0.0002 * q), rel=0.25)
+    slopes = [curve.slope(0.001 * 1.1**k) for k in range(80)]
+    assert all(a <= b for a, b in itertools.pairwise(slopes))
+    straight = Curve.through([(10.0**k, 3 * 10.0 ** (1.5 * k)) for k in range(-4, 0)])  # R = 3 q^1.5
+    for q in (1e-3, 3e-3, 1e-2):
+        assert straight.slope(q) == pytest.approx(4.5 * q**0.5, rel=1e-9)
+    rises = [curve(0.001 * 1.1**k) for k in range(80)]
+    assert all(a < b for a, b in itertools.pairwise(rises))
+
+
+def test_a_curve_leaves_out_what_cannot_be() -> None:
+    points = [(0.001, -0.0002), (0.01, 0.02), (0.02, 0.015), (0.1, math.inf), (0.05, math.nan)]
+    assert Curve.through(points) == Curve((0.01, 0.02), (0.02, 0.02))
+    assert Curve.through([])(0.7) == 0.7 and Curve().slope(0.7) == 1.0
+
+
+def test_a_history_adds_to_the_way_behind_each_task() -> None:
+    bent = Curve.through([(0.01, 0.01), (1.0, 5.0)])
+    history = History().learned(100, bent, 0.0).learned(300, Curve(), 0.3)
+    rises = history.rises(0.2)
+    assert rises == pytest.approx([bent(0.5) - bent(0.3), 0.2])
+    assert history.mean(rises) == pytest.approx((100 * rises[0] + 300 * rises[1]) / 400)
+    assert history.slope(0.2) == pytest.approx((100 * bent.slope(0.5) + 300) / 400)
+    assert history.measured_anew().rises(0.2) == pytest.approx([bent(0.2), 0.2])
+
+
+def test_a_long_history_stays_short_and_says_the_same() -> None:
+    bent = Curve.through([(0.01, 0.01), (1.0, 5.0)])
+    short, long = History(), History()
+    for _ in range(KEPT):
+        short = short.learned(50, bent, 0.0)
+    for _ in range(3 * KEPT):
+        long = long.learned(50, bent, 0.0)
+    assert len(long.tasks) == KEPT and sum(task.examples for task in long.tasks) == 150 * KEPT
+    assert long.mean(long.rises(0.3)) == pytest.approx(short.mean(short.rises(0.3)), rel=1e-9)
+
+
+# --- measuring -------------------------------------------------------------------------------------------------
+
+
+def one_example_many_times(variance: float | str, n: int = 64) -> tuple[nn.Module, Tensor, Tensor]:
+    """A loss that is a quadratic everywhere, and the same for any part of the data."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    x = torch.randn(1, 3, dtype=torch.float64).expand(n, 3).contiguous()
+    y = torch.randn(1, 2, dtype=torch.float64).expand(n, 2).contiguous()
+    return model, x, y
+
+
+@pytest.mark.parametrize("variance", [1.0, 0.3, "estimate"])
+@pytest.mark.parametrize("structure", ["kronecker", "kronecker-sum", "dense"])
+def test_where_the_loss_is_a_quadratic_the_curve_is_the_line(structure: str, variance: float | str) -> None:
+    model, x, y = one_example_many_times(variance)
+    memory = limpet.OnlineLaplace(model, likelihood=limpet.Gaussian(variance), structure=structure)
+    memory.consolidate([(x, y)])
+    (task,) = memory.history.tasks
+    assert len(task.curve.predicted) >= 3
+    assert task.curve.measured == pytest.approx(task.curve.predicted, rel=1e-6)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_points_are_the_dense_quadratic_and_the_loss_at_the_pushed_weights(structure: str) -> None:
+    model, x, y = networks.build("linear")
+    memory = limpet.OnlineLaplace(model, structure=structure, strength=2.0)
+    fisher = measured_fisher(memory.model, [(x, y)], Categorical(), structure)
+    memory._settle([fisher], None)
+    curve = measure(memory.posterior, fisher, Categorical(), None, seed=5)
+    again = measure(memory.posterior, fisher, Categorical(), None, seed=5)
+    assert curve == again
+    blocks = list(_pushed(memory.posterior, fisher))
+    weights = dict(model.named_parameters())
+    rows = torch.cat([batch[0] for batch in fisher.first.take(len(x))])
+    assert torch.equal(rows, x[: len(rows)])
+    from limpet.calibration import Look, _step
+
+    look = Look(memory.posterior, fisher, Categorical(), None, 5)
+    seen = sum(len(batch[0]) for batch in look.batches)
+    expected = []
+    for number, rise in enumerate(RISES):
+        step = _step(blocks, rise * len(x))
+        generator = torch.Generator().manual_seed((5 << 20) + number)
+        pushes = [block.push(step, generator) for block in blocks]
+        quadratic = 0.0
+        for held, z in zip(memory.posterior.held.values(), pushes, strict=True):
+            flat = z.flatten().double()
+            quadratic += float(flat @ held.precision.fisher().dense().double() @ flat) / (2 * len(x))
+        losses = []
+        for sign in (1, -1, 0):
+            at = {}
+            for block, z in zip(blocks, pushes, strict=True):
+                for name, part in zip(block.parameters, block.split(sign * z), strict=True):
+                    at[name] = weights[name].detach() + part
+            outputs = functional_call(model, at, (x[:seen],))
+            losses.append(float(nn.functional.cross_entropy(outputs, y[:seen])))
+        expected.append((quadratic, (losses[0] + losses[1]) / 2 - losses[2]))
+        if not step:
+            break
+    wanted = Curve.through(expected)
+    assert curve.predicted == pytest.approx(wanted.predicted, rel=1e-4)
+    assert curve.measured == pytest.approx(wanted.measured, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_pushes_have_the_stated_covariance(structure: str) -> None:
+    model, x, y = networks.build("linear")
+    memory = limpet.OnlineLaplace(model, structure=structure, strength=2.0, prior_precision=0.5)
+    fisher = measured_fisher(memory.model, [(x, y)], Categorical(), structure)
+    memory._settle([fisher], None)
+    block = next(iter(_pushed(memory.posterior, fisher)))
+    held = next(iter(memory.posterior.held.values()))
+    generator = torch.Generator().manual_seed(0)
+    many = torch.stack([block.push(0.3, generator).flatten() for _ in range(4000)])
+    P = (torch.eye(many.shape[1], dtype=torch.float64) + 0.3 * held.precision.dense()).inverse()
+    square = held.matrix(memory.posterior.weights()).detach().square().mean()
+    expected = 2 * square * P @ P
+    assert (many.T @ many / 4000 - expected).norm() < 0.15 * expected.norm()
+    F = held.precision.fisher().dense()
+    assert block.spectrum.expected_rise(0.3) == pytest.approx(float((P @ F @ P).trace()) / 2, rel=1e-4)
+
+
+def test_the_fisher_of_the_curve_is_that_of_the_task() -> None:
+    """Not of the memory, which holds others too."""
+    model, x, y = networks.build("linear")
+    memory = limpet.OnlineLaplace(model, structure="dense")
+    memory.consolidate([(2 * x, y)])
+    fisher = measured_fisher(memory.model, [(x, y)], Categorical(), "dense")
+    memory._settle([fisher], None)
+    for block, held in zip(_pushed(memory.posterior, fisher), memory.posterior.held.values(), strict=True):
+        z = torch.randn(block.precision.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        F = dense_fisher(memory.model, held.block, x, y, Categorical())
+        assert block.rise(z) == pytest.approx(float(z.flatten() @ F @ z.flatten()) / 2, rel=1e-3)
+
+
+def test_data_without_targets_take_the_models_own() -> None:
+    model, x, _ = networks.build("linear")
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate([x])
+    (task,) = memory.history.tasks
+    assert len(task.curve.predicted) == len(task.curve.measured) > 0
+
+
+def test_an_iterator_is_read_once_and_still_gives_the_curve() -> None:
+    model, x, y = networks.build("linear")
+    data = list(zip(x.split(4), y.split(4), strict=True))
+    first, second = (limpet.OnlineLaplace(copy.deepcopy(model)) for _ in range(2))
+    first.consolidate(data)
+    second.consolidate(iter(data))
+    assert first.history == second.history
+
+
+def test_a_forecast_says_each_task_and_block(tmp_path: Path) -> None:
+    model, x, y = networks.build("linear")
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate([(x, y)])
+    _moved(model, 0.05)
+    memory.consolidate([(x.flip(-1), y)])
+    assert memory.history.travelled == memory.history.tasks[1].since > 0
+    _moved(model, 0.05)
+    found = memory.forecast()
+    assert found.tasks == memory.history.rises(found.quadratic)
+    assert float(found) == pytest.approx(sum(found.tasks) / 2)  # both have as many examples
+    assert sum(found.blocks.values()) == pytest.approx(found)
+    memory.save(tmp_path / "memory.safetensors")
+    loaded = limpet.load(tmp_path / "memory.safetensors", model)
+    assert loaded.history == memory.history and loaded.forecast() == found
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        {"travelled": -1.0, "tasks": []},
+        {"travelled": 0.0, "tasks": [[10, 0.0, [0.1, 0.05], [0.1, 0.2]]]},
+        {"travelled": 0.0, "tasks": [[10, 0.0, [0.1], [0.1, 0.2]]]},
+        {"travelled": 0.0, "tasks": [[0, 0.0, [0.1], [0.1]]]},
+        {"travelled": 0.0, "tasks": [[10, 0.0, [0.1], [math.nan]]]},
+        {"travelled": 0.0, "tasks": [[10, 0.0, [0.0], [0.1]]]},
+        {"travelled": 0.0},
+    ],
+)
+def test_a_damaged_history_is_refused(history: dict[str, Any]) -> None:
+    model, x, y = networks.build("linear")
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate([(x, y)])
+    state = copy.deepcopy(memory.state_dict())
+    state["metadata"]["settings"]["history"] = history
+    with pytest.raises(MemoryFileError):
+        memory.load_state_dict(state)
+
+
+def test_a_file_without_a_history_is_read_as_one_without_curves() -> None:
+    model, x, y = networks.build("linear")
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate([(x, y)])
+    state = copy.deepcopy(memory.state_dict())
+    del state["metadata"]["settings"]["history"]
+    memory.load_state_dict(state)
+    _moved(model, 0.05)
+    assert float(memory.forecast()) == memory.forecast().quadratic > 0
+
+
+def _moved(model: nn.Module, size: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += size * torch.randn(parameter.shape, generator=generator).to(parameter)
