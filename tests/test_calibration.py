@@ -15,8 +15,8 @@ from torch.func import functional_call
 
 import limpet
 import networks
-from limpet.calibration import KEPT, RISES, Curve, History, _pushed, measure
-from limpet.errors import MemoryFileError
+from limpet.calibration import EXPECTED, KEPT, RISES, Curve, History, _pushed, measure
+from limpet.errors import MemoryFileError, UnsupportedError
 from limpet.likelihoods import Categorical
 from reference import dense_fisher
 from reference import measure as measured_fisher
@@ -52,7 +52,6 @@ def test_a_history_adds_to_the_way_behind_each_task() -> None:
     rises = history.rises(0.2)
     assert rises == pytest.approx([bent(0.5) - bent(0.3), 0.2])
     assert history.mean(rises) == pytest.approx((100 * rises[0] + 300 * rises[1]) / 400)
-    assert history.slope(0.2) == pytest.approx((100 * bent.slope(0.5) + 300) / 400)
     assert history.measured_anew().rises(0.2) == pytest.approx([bent(0.2), 0.2])
 
 
@@ -235,3 +234,47 @@ def _moved(model: nn.Module, size: float) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += size * torch.randn(parameter.shape, generator=generator).to(parameter)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("method", [limpet.OnlineLaplace, limpet.PerTaskLaplace])
+def test_an_automatic_strength_is_the_slope_of_each_tasks_own_curve(method: Any, structure: str) -> None:
+    model, x, y = networks.build("linear")
+    automatic = method(model, structure=structure, strength="auto", prior_precision=0.0)
+    plain = method(copy.deepcopy(model), structure=structure, prior_precision=0.0)
+    strengths = []
+    for data in ([(x, y)], [(x.flip(0), y)]):
+        automatic.consolidate(data)
+        curve = automatic.history.tasks[-1].curve
+        strengths.append(curve.slope(EXPECTED))
+        plain.strength = strengths[-1]
+        plain.consolidate(data)
+    assert strengths[0] != strengths[1] and min(strengths) > 0
+    for name, held in automatic.posterior.held.items():
+        expected = plain.posterior.held[name].precision.dense()
+        assert (held.precision.dense() - expected).norm() < 1e-9 * expected.norm()
+    # measured around what the task would leave at strength 1, so that it does not depend on itself
+    first = method(copy.deepcopy(model), structure=structure, prior_precision=0.0)
+    first.consolidate([(x, y)])
+    if structure != "kronecker-sum":  # which is drawn from in its form of constant size
+        assert first.history.tasks[0].curve == automatic.history.tasks[0].curve
+
+
+def test_an_automatic_strength_is_kept_in_the_state() -> None:
+    model, x, y = networks.build("linear")
+    memory = limpet.OnlineLaplace(model, strength="auto")
+    memory.consolidate([(x, y)])
+    again = limpet.OnlineLaplace(copy.deepcopy(model))
+    again.load_state_dict(memory.state_dict())
+    assert again.strength == "auto" and "strength=auto" in repr(again)
+    assert f"strength auto ({memory._strength:.2g} for the last task)" in str(again.report())
+    again.strength = 2.0
+    assert again.strength == 2.0 and "strength=2 " in repr(again)
+
+
+def test_a_strength_that_is_neither_a_number_nor_auto_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="auto"):
+        limpet.OnlineLaplace(model, strength="strong")
+    with pytest.raises(UnsupportedError, match="auto"):
+        limpet.SynapticIntelligence(model, strength="auto")  # type: ignore[arg-type]

@@ -32,6 +32,9 @@ from limpet.posterior import Posterior
 from limpet.precision import Precision, Spectrum, Term
 from limpet.precision.base import noise
 
+EXPECTED = 0.06
+"""The q that a task is expected to have behind it in the end, in nats per example; strengths are for there."""
+
 RISES = (0.002, 0.006, 0.02, 0.06, 0.2)
 """The predicted rises, in nats per example, at which the true one is measured."""
 
@@ -138,11 +141,6 @@ class History:
         behind = [(task.curve, self.travelled - task.since) for task in self.tasks]
         return [curve(before + q) - curve(before) for curve, before in behind]
 
-    def slope(self, q: float) -> float:
-        """What the quadratic has to be multiplied by to rise as fast as the mean loss of all tasks does at q."""
-        slopes = [task.curve.slope(self.travelled - task.since + q) for task in self.tasks]
-        return self.mean(slopes) if slopes else 1.0
-
     def mean(self, values: Sequence[float]) -> float:
         """The mean over all examples of a value for each task."""
         total = sum(task.examples for task in self.tasks)
@@ -233,12 +231,10 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
 def _pushed(posterior: Posterior, fisher: Fisher) -> Iterable[Pushed]:
     weights = posterior.weights()
     for held in posterior.held.values():
-        terms = fisher.terms.get(held.block.name, [])
         square = 2 * float(held.matrix(weights).detach().square().mean())
-        if terms and square > 0 and not fisher.unused.issuperset(held.block.parameters):
-            yield Pushed(
-                held.block.parameters, held.block.split, held.precision, held.precision.spectrum(), terms, square
-            )
+        if square > 0 and fisher.speaks_of(held.block):
+            block, terms = held.block, fisher.terms[held.block.name]
+            yield Pushed(block.parameters, block.split, held.precision, held.precision.spectrum(), terms, square)
 
 
 def _by_parameter(blocks: Sequence[Pushed], pushes: Sequence[Tensor], sign: float) -> dict[str, Tensor]:

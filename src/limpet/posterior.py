@@ -31,12 +31,10 @@ class Held:
         """The block's weights as its matrix, in the dtype the memory is kept in."""
         return self.block.gather(weights).to(self.mean.device, self.mean.dtype)
 
-    def value(self, weights: Mapping[str, Tensor], factor: float = 1.0) -> Tensor:
-        """The penalty with the sum of F_t times `factor`, differentiable."""
+    def value(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """The penalty, differentiable."""
         d = self.matrix(weights) - self.mean
         value = self.precision.quadratic(d) / 2
-        if factor != 1:
-            value = factor * value + (1 - factor) * self.precision.prior * d.square().sum() / 2
         return value if self.slope is None else value + (self.slope * d).sum()
 
     def displacement(self, weights: Mapping[str, Tensor]) -> Tensor:
@@ -87,10 +85,10 @@ class Posterior:
         """The model's parameters by name, as they are now."""
         return named_parameters(self.model)
 
-    def penalty(self, factor: float = 1.0) -> Tensor:
-        """The whole penalty with the sum of F_t times `factor`, differentiable, not divided by the examples."""
+    def penalty(self) -> Tensor:
+        """The whole penalty, differentiable, not divided by the number of examples."""
         weights = self.weights()
-        values = [held.value(weights, factor) for held in self.held.values()]
+        values = [held.value(weights) for held in self.held.values()]
         if not values:
             raise LimpetError("the memory holds no block: every parameter of the model is frozen or in exclude=[...]")
         return torch.stack([value.to(values[0].device) for value in values]).sum() + self.constant

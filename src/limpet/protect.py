@@ -9,7 +9,7 @@ The objective is mean loss + (1 / N) penalty(w). Two ways to add the penalty:
   after every step w += s h; every k steps, with S the sum of the s since the last time, z = w - S h, w = prox_S(z),
   h = (w - z) / S.
 
-What the penalty is multiplied by may follow what would be forgotten: `limpet.multipliers`.
+Where a budget is given instead of a strength, the penalty is multiplied by what it takes: `limpet.budget`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from limpet.budget import Budget
 from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, positive_whole, warn
-from limpet.multipliers import Multiplier
 from limpet.optimizers import inner_optimizer, refuse_unsupported
 from limpet.posterior import Held, Posterior
 from limpet.pull import Bound, ProximalState, Pull
@@ -54,7 +54,7 @@ class Protection:
         reduction: str = "mean",
         batch_size: int | None = None,
         state: ProximalState | None = None,
-        multiplier: Multiplier | None = None,
+        budget: Budget | None = None,
         old_examples: int = 0,
         observer: StepObserver | None = None,
         on_enter: Callable[[Protection], None] = lambda _: None,
@@ -67,10 +67,10 @@ class Protection:
         self.weight = _weight(examples, reduction, batch_size)
         self.state = state if state is not None and state.every == every else ProximalState(every)
         self.factor = 1.0  # what the penalty was multiplied by last
-        self._multiplier = multiplier if old_examples else None
+        self._budget = budget if old_examples else None
         self._old_examples = old_examples
-        if self._multiplier is not None and self.state.multiplier is not None:
-            self._multiplier.state = self.state.multiplier
+        if self._budget is not None and self.state.multiplier is not None:
+            self._budget.state = self.state.multiplier
         self._observer = observer
         self._on_enter = on_enter
         self._on_exit = on_exit
@@ -126,7 +126,7 @@ class Protection:
         finished = exception[0] is None
         if finished and self.mode == "proximal":
             self._pull()
-        elif finished and self._multiplier is not None and self._multiplier.binding:
+        elif finished and self._budget is not None:
             self._pull_once()
         self._on_exit(finished)
 
@@ -139,7 +139,7 @@ class Protection:
             groups = [group_of.get(parameter) for parameter in parameters]
             if any(group is not None for group in groups):
                 bound = Bound(held, parameters, groups)
-                if self._multiplier is not None:
+                if self._budget is not None:
                     bound.spectrum = held.precision.spectrum()
                 elif self.mode == "gradient":
                     bound.apply = held.precision.applier()
@@ -203,15 +203,15 @@ class Protection:
     def _penalty_gradients(self) -> Iterator[tuple[Bound, Tensor]]:
         stepped = [b for b in self._bound if any(parameter.grad is not None for parameter in b.parameters)]
         displacements = [bound.held.displacement(bound.weights()) for bound in stepped]
-        if self._multiplier is None:
+        if self._budget is None:
             for bound, d in zip(stepped, displacements, strict=True):
                 yield bound, bound.held.gradient(d, bound.apply)
             return
         spectra = [bound.spectrum or bound.held.precision.spectrum() for bound in stepped]
         coordinates = [spectrum.into(d) for spectrum, d in zip(spectra, displacements, strict=True)]
         rises = (spectrum.rise(c, 0.0) for spectrum, c in zip(spectra, coordinates, strict=True))
-        self.factor = self._multiplier.follow((sum(rises) + self._others(stepped)) / self._old_examples)
-        self.state.count, self.state.multiplier = self.state.count + 1, self._multiplier.state
+        self.factor = self._budget.follow((sum(rises) + self._others(stepped)) / self._old_examples)
+        self.state.count, self.state.multiplier = self.state.count + 1, self._budget.state
         for bound, spectrum, c in zip(stepped, spectra, coordinates, strict=True):
             gradient = spectrum.back((spectrum.prior + self.factor * spectrum.total) * c)
             slope = bound.held.slope
@@ -288,12 +288,10 @@ class Protection:
 
     def _pull_back(self, pulls: list[Pull]) -> None:
         factor = None
-        if self._multiplier is not None and pulls:
+        if self._budget is not None and pulls:
             others = self._others([pull.bound for pull in pulls])
-            factor = self._multiplier.solve(
-                lambda m: (sum(pull.rise(m) for pull in pulls) + others) / self._old_examples
-            )
-            self.factor, self.state.multiplier = factor, self._multiplier.state
+            factor = self._budget.solve(lambda m: (sum(pull.rise(m) for pull in pulls) + others) / self._old_examples)
+            self.factor, self.state.multiplier = factor, self._budget.state
         for pull in pulls:
             self._put_back(pull, pull.pulled(factor))
 

@@ -20,7 +20,7 @@ class ProximalState:
     count: int = 0
     force: dict[str, Tensor] = field(default_factory=dict)  # h, by parameter
     pending: dict[str, float] = field(default_factory=dict)  # S, by block
-    multiplier: float | None = None  # what a multiplier remembers
+    multiplier: float | None = None  # what a budget remembers
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Bound:
     parameters: list[nn.Parameter]
     groups: list[dict[str, Any] | None]
     apply: Callable[[Tensor], Tensor] | None = None  # of the precision, ready for many uses
-    spectrum: Spectrum | None = None  # where there is a multiplier
+    spectrum: Spectrum | None = None  # where there is a budget
 
     def weights(self) -> dict[str, Tensor]:
         return dict(zip(self.held.block.parameters, self.parameters, strict=True))

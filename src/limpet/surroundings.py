@@ -89,20 +89,30 @@ class Surroundings:
 @torch.no_grad()
 def surroundings(posterior: Posterior, fisher: Fisher, strength: float, rise: float, seed: int) -> Surroundings | None:
     """Where the weights may go after a task whose Fisher is this; None where no block has weights and a Fisher."""
-    trial = copy(posterior)
-    trial.held = dict(posterior.held)
-    trial.arrange(fisher.blocks)
+    trial = with_task(posterior, fisher, strength)
     weights, places = trial.weights(), []
     for held in trial.held.values():
-        terms = fisher.terms.get(held.block.name, [])
         square = float(held.matrix(weights).detach().square().mean())
-        if terms and square > 0 and not fisher.unused.issuperset(held.block.parameters):
-            places.append(Place(held.block, _with(held.precision, terms, strength), terms, square))
+        if square > 0 and fisher.speaks_of(held.block):
+            places.append(Place(held.block, held.precision, fisher.terms[held.block.name], square))
     return Surroundings(places, fisher.examples, rise, seed) if places else None
 
 
-def _with(precision: Precision, terms: Sequence[Term], strength: float) -> Precision:
-    """The precision with the terms added; of a growing sum, its form of constant size, which can be drawn from."""
+def with_task(posterior: Posterior, fisher: Fisher, strength: float) -> Posterior:
+    """The posterior that a task with this Fisher would leave; of growing sums, their form of constant size."""
+    trial = copy(posterior)
+    trial.held = dict(posterior.held)
+    trial.arrange(fisher.blocks)
+    trial.held = {
+        name: replace(held, precision=_added(held.precision, fisher.terms[name], strength), tasks=held.tasks + 1)
+        if fisher.speaks_of(held.block)
+        else held
+        for name, held in trial.held.items()
+    }
+    return trial
+
+
+def _added(precision: Precision, terms: Sequence[Term], strength: float) -> Precision:
     precision = precision.eigenbasis if isinstance(precision, KroneckerSum) else precision
     for term in terms:
         precision = precision.add(term, strength)

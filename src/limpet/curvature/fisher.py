@@ -63,6 +63,10 @@ class Fisher:
     roots: int = 1  # backward passes that every batch took
     loss_scale: float = 1.0  # what makes nats of the likelihood's negative logarithm
 
+    def speaks_of(self, block: Block) -> bool:
+        """Whether the task said anything about the block."""
+        return bool(self.terms.get(block.name)) and not self.unused.issuperset(block.parameters)
+
 
 class _UnforeseenError(Exception):
     """A batch uses blocks in a way that those before it did not show."""

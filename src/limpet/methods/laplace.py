@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from limpet import store
-from limpet.calibration import measure
+from limpet.calibration import EXPECTED, Curve, measure
 from limpet.curvature import (
     DIRECT,
     FISHERS,
@@ -32,9 +32,9 @@ from limpet.errors import (
 )
 from limpet.likelihoods import Likelihood
 from limpet.methods.memory import MAX_SIDE, Memory
-from limpet.posterior import Held
+from limpet.posterior import Held, Posterior
 from limpet.precision import Precision
-from limpet.surroundings import surroundings
+from limpet.surroundings import surroundings, with_task
 
 LOOK = 2000
 """Examples that are enough to see the shape of a task's Fisher."""
@@ -128,7 +128,8 @@ class Laplace(Memory):
         sized = examples is not None or counted_examples(batches) is not None
         short = min(limit or LOOK, LOOK) if sized or limit is not None else None
         look = self._pass(forward, None).run(batches, examples=examples, limit=short, progress=False)
-        return surroundings(self.posterior, look, self._strength, self.smoothing, self.seed + self.tasks)
+        strength = 1.0 if self._automatic else self._strength
+        return surroundings(self.posterior, look, strength, self.smoothing, self.seed + self.tasks)
 
     def _pass(self, forward: Forward | None, displacement: Displacement | None) -> FisherPass:
         return FisherPass(
@@ -150,8 +151,11 @@ class Laplace(Memory):
         self._direct |= {name for b in newest.blocks if b.kind == DIRECT for name in b.parameters}
         self.posterior.arrange(newest.blocks)
         moved = self.forecast().quadratic
-        self.posterior.replace_all(lambda held: self._updated(held, fishers) if self._learned(held, newest) else held)
-        curve = measure(self.posterior, newest, self.likelihood, forward, self.seed + self.tasks)
+        curve = self._curve(with_task(self.posterior, newest, 1.0), newest, forward) if self._automatic else None
+        if curve is not None:
+            self._strength = curve.slope(EXPECTED)
+        self.posterior.replace_all(lambda held: self._updated(held, fishers) if newest.speaks_of(held.block) else held)
+        curve = curve or self._curve(self.posterior, newest, forward)
         self.history = self.history.learned(newest.examples, curve, moved)
         self.unused = newest.unused
         self.examples += newest.examples
@@ -165,9 +169,9 @@ class Laplace(Memory):
                 NotProtectedWarning,
             )
 
-    def _learned(self, held: Held, newest: Fisher) -> bool:
-        """Whether the task said anything about the block. What it did not use stays as it was known."""
-        return held.block.name in newest.terms and not newest.unused.issuperset(held.block.parameters)
+    def _curve(self, posterior: Posterior, newest: Fisher, forward: Forward | None) -> Curve:
+        """How the loss of the newest task rises around a posterior that knows it."""
+        return measure(posterior, newest, self.likelihood, forward, self.seed + self.tasks)
 
     def _warn_of_fallback(self, newest: Fisher) -> None:
         planned = {name for block in self._planned() if block.kind != DIRECT for name in block.parameters}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from limpet import store
+from limpet.budget import Budget
 from limpet.calibration import History
 from limpet.curvature import Block, Structure, discover, is_excluded, named_parameters, plain, unwrapped
 from limpet.errors import (
@@ -25,7 +26,6 @@ from limpet.errors import (
 )
 from limpet.forecast import Forecast, forecast
 from limpet.likelihoods import Likelihood, resolve
-from limpet.multipliers import Automatic, Budget, Multiplier
 from limpet.posterior import Held, Posterior
 from limpet.precision import STRUCTURES
 from limpet.predictive import predictive, sample_weights
@@ -83,14 +83,16 @@ class Memory(ABC):
 
     @property
     def strength(self) -> float | str:
-        """What the Fisher of the tasks to come is multiplied by, or "auto"; it may be changed between tasks."""
+        """What the Fisher of the tasks to come is multiplied by, or "auto"; it may be changed between tasks.
+
+        "auto" takes for every task what its own data say when it is taken in: how much faster than the quadratic its
+        loss rises at the distance that weights travel while other tasks are learned (`limpet.calibration`).
+        """
         return "auto" if self._automatic else self._strength
 
     @strength.setter
     def strength(self, value: float | str) -> None:
         automatic = isinstance(value, str) and value == "auto"
-        if automatic and self.structure == "kronecker-sum":
-            raise UnsupportedError("strength='auto' needs structure='kronecker', 'diagonal' or 'dense'")
         if automatic and not self._measures_curves:
             raise UnsupportedError(f"{type(self).__name__} measures no Fisher, so its strength cannot be 'auto'")
         if isinstance(value, str) and not automatic:
@@ -139,16 +141,16 @@ class Memory(ABC):
             reduction=reduction,
             batch_size=batch_size,
             state=self._resume,
-            multiplier=self._multiplier(budget),
+            budget=self._budget(budget),
             old_examples=self.examples,
             observer=self._observer(examples),
             on_enter=self._entered,
             on_exit=self._left,
         )
 
-    def _multiplier(self, budget: float | None) -> Multiplier | None:
+    def _budget(self, budget: float | None) -> Budget | None:
         if budget is None:
-            return Automatic(self.history) if self._automatic else None
+            return None
         if not finite_number("budget", budget):
             raise ValueError("a budget of 0 lets nothing change: give what may be forgotten, in nats per example")
         if not self._measures_curves or self.structure == "kronecker-sum":
@@ -190,10 +192,8 @@ class Memory(ABC):
         >>> memory.consolidate([(x, y)])
         >>> loss = torch.nn.functional.cross_entropy(model(x), y) + memory.penalty() / len(x)
         >>> loss.backward()
-
-        With strength="auto" the sum of F_t is multiplied by the R'(q) of where the weights are.
         """
-        return self.posterior.penalty(self.history.slope(self.forecast().quadratic) if self._automatic else 1.0)
+        return self.posterior.penalty()
 
     def forecast(self) -> Forecast:
         """The predicted rise of the mean old loss since the last consolidation, in nats per example.
@@ -231,8 +231,9 @@ class Memory(ABC):
 
     def report(self) -> Report:
         """Every parameter of the model: its block, structure, bytes, and whether it is protected or why not."""
+        chosen = f" ({self._strength:.2g} for the last task)" if self._automatic and self.tasks else ""
         title = (
-            f"{type(self).__name__}: {self.structure}, strength {self._strength_text}, {self.tasks} tasks, "
+            f"{type(self).__name__}: {self.structure}, strength {self._strength_text}{chosen}, {self.tasks} tasks, "
             f"{self.examples:,} examples"
         )
         return report(self.posterior, title, exclude=self.exclude, unused=self.unused)
@@ -331,7 +332,8 @@ class Memory(ABC):
     def _read_settings(self, settings: store.Settings) -> dict[str, Any]:
         """The attributes that settings stand for."""
         return {
-            "strength": "auto" if settings.flag("automatic") else settings.number("strength"),
+            "_strength": settings.number("strength"),
+            "_automatic": settings.flag("automatic"),
             "examples": settings.whole("examples"),
             "tasks": settings.whole("tasks"),
             "unused": frozenset(settings.names("unused")),

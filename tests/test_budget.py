@@ -1,4 +1,4 @@
-"""Budgets and automatic strengths, held against the constrained and the true optimum of problems that have one."""
+"""Budgets, held against the optimum of constrained problems that have one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import limpet
+from limpet.budget import Budget
 from limpet.calibration import Curve, History
 from limpet.errors import UnsupportedError
-from limpet.multipliers import Automatic, Budget
 
 BENT = Curve.through([(1e-4, 1e-4), (1e-1, 5e-1)])
 STEPS = 400
@@ -133,30 +133,6 @@ def test_in_gradient_mode_a_budget_is_kept_from_any_start(adam: bool, start: flo
     assert problem.loss().item() - best < 0.02 * (worst - best)
 
 
-@pytest.mark.parametrize("mode", ["proximal", "gradient"])
-@pytest.mark.parametrize("structure", ["kronecker", "diagonal", "dense"])
-def test_an_automatic_strength_ends_where_the_curve_says(structure: str, mode: str) -> None:
-    """At the optimum of mean loss + N_old R(q) / N + prior: there the factor is R'(q)."""
-    problem = Problem(structure, BENT, strength="auto")
-    factor = solved(problem, lambda m, q: BENT.slope(q) - m)
-    found = problem.train(problem.sgd(0.02), mode=mode, steps=1500)
-    assert found == pytest.approx(factor, rel=0.02) and factor > 1.5
-    wanted = problem.optimum(factor)
-    assert (problem.model.weight - wanted).norm() < 2e-2 * (wanted - problem.mean).norm()
-
-
-def test_the_automatic_penalty_has_the_gradient_of_the_curve() -> None:
-    problem = Problem("kronecker", BENT, strength="auto")
-    with torch.no_grad():
-        problem.model.weight += 0.1
-    q = problem.memory.forecast().quadratic
-    (held,) = problem.memory.posterior.held.values()
-    d = held.displacement(problem.memory.posterior.weights())
-    (gradient,) = torch.autograd.grad(problem.memory.penalty(), problem.model.weight)
-    expected = 0.5 * d + BENT.slope(q) * held.precision.fisher().apply(d)
-    assert (gradient - expected).norm() < 1e-9 * expected.norm()
-
-
 def test_a_budget_with_penalties_around_several_means() -> None:
     """Per-task Laplace: the slope of the older penalties is multiplied with them."""
     problem = Problem("kronecker", Curve(), method=limpet.PerTaskLaplace)
@@ -208,8 +184,6 @@ def test_solving_for_a_multiplier() -> None:
     def q(m: float) -> float:
         return 0.05 / (1 + m) ** 2
 
-    m = Automatic(history).solve(q)
-    assert m == pytest.approx(BENT.slope(q(m)), rel=2e-3)
     budget = Budget(history, 0.002)
     m = budget.solve(q)
     assert BENT(q(m)) == pytest.approx(0.002, rel=3e-3) and BENT(q(m)) <= 0.002 * (1 + 1e-5)
@@ -219,7 +193,7 @@ def test_solving_for_a_multiplier() -> None:
 
 def test_before_the_first_task_there_is_nothing_to_hold() -> None:
     model = nn.Linear(3, 2)
-    memory = limpet.OnlineLaplace(model, strength="auto", prior_precision=0.0)
+    memory = limpet.OnlineLaplace(model, prior_precision=0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model.weight.detach().clone()
     with memory.protect(optimizer, examples=10, budget=0.1):
@@ -235,19 +209,6 @@ def test_what_cannot_follow_a_forecast_is_refused() -> None:
         limpet.SynapticIntelligence(model).protect(optimizer, examples=10, budget=0.1)
     with pytest.raises(UnsupportedError, match="kronecker"):
         limpet.OnlineLaplace(model, structure="kronecker-sum").protect(optimizer, examples=10, budget=0.1)
-    with pytest.raises(UnsupportedError, match="kronecker"):
-        limpet.OnlineLaplace(model, structure="kronecker-sum", strength="auto")
-    with pytest.raises(UnsupportedError, match="auto"):
-        limpet.SynapticIntelligence(model, strength="auto")  # type: ignore[arg-type]
     for budget in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="budget"):
             limpet.OnlineLaplace(model).protect(optimizer, examples=10, budget=budget)
-    with pytest.raises(ValueError, match="auto"):
-        limpet.OnlineLaplace(model, strength="strong")
-
-
-def test_an_automatic_strength_is_kept_in_the_state() -> None:
-    problem = Problem("kronecker", BENT, strength="auto")
-    memory = limpet.OnlineLaplace(problem.model, likelihood="gaussian")
-    memory.load_state_dict(problem.memory.state_dict())
-    assert memory.strength == "auto" and "strength=auto" in repr(memory) and "strength auto" in str(memory.report())

@@ -1,0 +1,202 @@
+"""Is forgetting foretold? The forecast against the true rise of the old loss, at several moments of every task.
+
+    python benchmarks/forecast.py                                   # permuted MNIST, about 5 minutes
+    python benchmarks/forecast.py --experiment vision --tasks 5     # about 20 minutes
+    python benchmarks/forecast.py --draw                            # the figure and the numbers, from what was kept
+
+A pair is what `memory.forecast()` says while task t + 1 is learned and what the mean loss on tasks 1 to t has really
+risen by since task t ended, on 2000 training examples of each. Held weakly, as the Fisher says and strongly, so that
+rises small and large are among them. Pairs are kept in results/forecast/*.json, and all figures are made from them.
+The data come from the Hugging Face hub, or from where LIMPET_DATA points.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import limpet
+from limpet.errors import NotProtectedWarning
+from limpet.experiments import METHODS, load_preset
+from limpet.experiments.data import Examples
+from limpet.experiments.lessons import Lessons
+from limpet.experiments.methods import WithMemory, with_structure
+from limpet.experiments.networks import build
+from limpet.experiments.recipe import Recipe
+from limpet.experiments.training import TaskTraining
+
+RESULTS = Path(__file__).parents[1] / "results" / "forecast"
+MOMENTS = (0.02, 0.1, 0.3, 0.6, 1.0)
+"""When a pair is taken, as a share of a task's training."""
+
+LOOKED_AT = 2000
+SETTINGS: dict[str, dict[str, Any]] = {
+    "permuted-mnist": {"training.epochs": 2, "training.batch_size": 100, "training.lr": 0.05, "memory.every": 16},
+    "vision": {"training.epochs": 1},
+}
+PLAIN: dict[str, Any] = {"memory.smoothing": 0.0, "memory.prior_precision": 1.0}
+"""The Laplace approximation itself."""
+
+
+class Watched:
+    """A sequence of tasks, looked at while it is learned."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.lessons = Lessons(recipe, torch.device("cpu"))
+        sequence = self.lessons.sequence
+        network = recipe.network
+        self.model: nn.Module = build(network.name, network.options, sequence.shape, sequence.heads, 1000 * recipe.seed)
+        method = METHODS[recipe.method](self.model, recipe)
+        assert isinstance(method, WithMemory)
+        self.method = method
+        self.old: list[tuple[Examples, int]] = []
+        self.pairs: list[dict[str, float]] = []
+
+    def learn(self) -> None:
+        """All tasks; before each one that is not the first, what the old ones cost is noted."""
+        for number in range(len(self.lessons)):
+            lesson = self.lessons.lesson(number)
+            training = TaskTraining(self.model, [lesson], self.recipe, number)
+            total = self.recipe.training.epochs * training.updates_per_epoch
+            moments = {max(round(share * total), 1) for share in MOMENTS[:-1]}
+            before = self._losses()
+
+            def look(done: int, _: int, number: int = number, training: TaskTraining = training) -> None:
+                update = training.position.epoch * training.updates_per_epoch + done
+                if number and update in moments:  # noqa: B023
+                    self._note(number, update / total, before)  # noqa: B023
+
+            with self.method.hold(training.optimizer, training.examples):
+                while not training.done:
+                    training.epoch(look)
+            if number:
+                self._note(number, 1.0, before)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", NotProtectedWarning)
+                self.method.learned(lesson, lambda: [])
+            order = torch.randperm(len(lesson.train), generator=torch.Generator().manual_seed(number))
+            self.old.append((lesson.train.take(order[:LOOKED_AT]), lesson.head))
+
+    @torch.no_grad()
+    def _losses(self) -> list[float]:
+        self.model.eval()
+        losses = []
+        for examples, head in self.old:
+            parts = [F.cross_entropy(self.model(x, head), y, reduction="sum") for x, y in examples.batches(500)]
+            losses.append(float(torch.stack(parts).sum()) / len(examples))
+        self.model.train()
+        return losses
+
+    def _note(self, task: int, share: float, before: list[float]) -> None:
+        forecast = self.method.memory.forecast()
+        rise = float(np.mean(self._losses())) - float(np.mean(before))
+        self.pairs.append(
+            {"task": task, "at": share, "forecast": forecast, "quadratic": forecast.quadratic, "rise": rise}
+        )
+
+
+def measure(experiment: str, tasks: int, strengths: list[float], seed: int) -> dict[str, Any]:
+    """All pairs of an experiment, and how they came about."""
+    begin, runs = time.perf_counter(), []
+    for strength in strengths:
+        settings = {**SETTINGS[experiment], **PLAIN, "tasks": tasks, "memory.strength": strength, "seed": seed}
+        watched = Watched(with_structure(load_preset(experiment).resolve(settings)))
+        watched.learn()
+        runs.append({"strength": strength, "pairs": watched.pairs})
+        print(f"strength {strength:g}: {len(watched.pairs)} pairs")
+    versions = {"limpet": limpet.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    wall = round(time.perf_counter() - begin)
+    return {"experiment": experiment, "tasks": tasks, "seed": seed, "versions": versions, "seconds": wall, "runs": runs}
+
+
+def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Spearman's: the correlation of the ranks."""
+    return float(np.corrcoef(np.argsort(np.argsort(a)), np.argsort(np.argsort(b)))[0, 1])
+
+
+def numbers(record: dict[str, Any]) -> dict[str, float]:
+    """How well the pairs agree."""
+    pairs = [pair for run in record["runs"] for pair in run["pairs"]]
+    rise, forecast, quadratic = (np.array([pair[key] for pair in pairs]) for key in ("rise", "forecast", "quadratic"))
+    return {
+        "pairs": len(pairs),
+        "rank correlation": rank_correlation(forecast, rise),
+        "median relative error": float(np.median(np.abs(forecast - rise) / np.abs(rise))),
+        "median measured / forecast": float(np.median(rise / forecast)),
+        "rank correlation, quadratic alone": rank_correlation(quadratic, rise),
+        "median relative error, quadratic alone": float(np.median(np.abs(quadratic - rise) / np.abs(rise))),
+        "median measured / quadratic": float(np.median(rise / quadratic)),
+    }
+
+
+def draw(records: list[dict[str, Any]], path: Path) -> None:
+    """Forecast against measurement."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(records), figsize=(4.6 * len(records), 4.2), squeeze=False, layout="constrained")
+    for record, axis in zip(records, axes[0], strict=True):
+        shown = [pair for run in record["runs"] for pair in run["pairs"] if pair["rise"] > 0]
+        ends = [0.7 * min(pair["rise"] for pair in shown), 1.4 * max(pair["rise"] for pair in shown)]
+        axis.plot(ends, ends, color="black", linewidth=1, label="as foretold")
+        axis.fill_between(
+            ends, [e / 2 for e in ends], [e * 2 for e in ends], color="#eeeeee", label="within a factor of 2"
+        )
+        axis.scatter(
+            [p["quadratic"] for p in shown], [p["rise"] for p in shown], s=9, color="#bbbbbb", label="quadratic alone"
+        )
+        for run, color in zip(record["runs"], ("#d98032", "#1f6f8b", "#6a994e"), strict=False):
+            points = [pair for pair in run["pairs"] if pair["rise"] > 0]
+            axis.scatter(
+                [p["forecast"] for p in points],
+                [p["rise"] for p in points],
+                s=16,
+                color=color,
+                label=f"forecast, strength {run['strength']:g}",
+            )
+        axis.set(
+            xscale="log", yscale="log", xlabel="foretold (nats per example)", ylabel="measured rise of the old loss"
+        )
+        axis.set_title(record["experiment"], fontsize=11)
+        axis.legend(frameon=False, fontsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experiment", choices=list(SETTINGS), default="permuted-mnist")
+    parser.add_argument("--tasks", type=int, default=8)
+    parser.add_argument("--strengths", type=float, nargs="+", default=[0.2, 1.0, 3.0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    if not options.draw:
+        record = measure(options.experiment, options.tasks, options.strengths, options.seed)
+        (RESULTS / f"{options.experiment}.json").write_text(json.dumps(record, indent=1) + "\n")
+    records = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    draw(records, RESULTS / "forecast.png")
+    found = {record["experiment"]: numbers(record) for record in records}
+    print("| |", " | ".join(found), "|")
+    print("| --- |", " | ".join("---" for _ in found), "|")
+    for key in next(iter(found.values())):
+        print(f"| {key} |", " | ".join(f"{values[key]:.3g}" for values in found.values()), "|")
+
+
+if __name__ == "__main__":
+    main()
