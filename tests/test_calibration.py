@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 import limpet
 import networks
-from limpet.calibration import EXPECTED, KEPT, RISES, Curve, History, _pushed, measure
+from limpet.calibration import EXPECTED, KEPT, MARGIN, RISES, Curve, History, _pushed, measure
 from limpet.errors import MemoryFileError, UnsupportedError
 from limpet.likelihoods import Categorical
 from reference import dense_fisher
@@ -246,7 +246,7 @@ def test_an_automatic_strength_is_the_slope_of_each_tasks_own_curve(method: Any,
     for data in ([(x, y)], [(x.flip(0), y)]):
         automatic.consolidate(data)
         curve = automatic.history.tasks[-1].curve
-        strengths.append(curve.slope(EXPECTED))
+        strengths.append(MARGIN * curve.slope(EXPECTED))
         plain.strength = strengths[-1]
         plain.consolidate(data)
     assert strengths[0] != strengths[1] and min(strengths) > 0

@@ -35,6 +35,9 @@ from limpet.precision.base import noise
 EXPECTED = 0.06
 """The q that a task is expected to have behind it in the end, in nats per example; strengths are for there."""
 
+MARGIN = 2.0
+"""Strengths are so many times what training examples say: the loss on others rises more. From permuted MNIST."""
+
 RISES = (0.002, 0.006, 0.02, 0.06, 0.2)
 """The predicted rises, in nats per example, at which the true one is measured."""
 
@@ -71,6 +74,11 @@ class Curve:
     def __call__(self, q: float) -> float:
         """The true rise where q is predicted."""
         return q * _interpolated(q, self.predicted, self._ratios)
+
+    @property
+    def strength(self) -> float:
+        """What the task's Fisher is to be multiplied by, for what the task may have to go through in the end."""
+        return MARGIN * self.slope(EXPECTED)
 
     def slope(self, q: float) -> float:
         """R'(q), smooth over the points and never falling: what makes the quadratic rise as fast as the loss there."""

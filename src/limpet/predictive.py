@@ -1,18 +1,20 @@
-"""Say how sure the network is: predictions averaged over weights drawn from the memory."""
+"""Say how sure the network is: predictions averaged over what the weights might be."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
+from torch.utils._pytree import tree_map
 
-from limpet.curvature import plain, untouched
-from limpet.errors import positive_whole
+from limpet.curvature import Forward, call, named_parameters, prepared, shifted, untouched
+from limpet.errors import LimpetError, positive_whole
 from limpet.likelihoods import Likelihood
+from limpet.linearised import output_distribution
 from limpet.posterior import Posterior
+
+HOW = ("sampled", "linearised", "probit")
 
 
 @torch.no_grad()
@@ -27,24 +29,53 @@ def sample_weights(posterior: Posterior, generator: torch.Generator | None = Non
     return drawn
 
 
-@torch.no_grad()
 def predictive(
     posterior: Posterior,
     likelihood: Likelihood,
     inputs: Any,
     *,
+    how: str = "sampled",
     draws: int = 20,
+    forward: Forward | None = None,
+    prior_precision: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Any:
-    """The mean over drawn weights of E[targets | inputs, weights], in eval mode; the model itself stays as it is."""
-    draws, total = positive_whole("draws", draws), None
+    """E[targets | inputs], over the weights of the memory, in eval mode; the model itself stays as it is.
+
+    "sampled": the mean over drawn weights. "linearised": the mean over outputs drawn from those of the network
+    linearised at the mean. "probit": the same without drawing, nearly. The last two are for few outputs.
+    """
+    if how not in HOW:
+        raise ValueError(f"how must be one of {', '.join(HOW)}, not {how!r}")
+    draws = positive_whole("draws", draws)
+    if how == "sampled":
+        if prior_precision is not None:
+            raise LimpetError(
+                "prior_precision= is for how='linearised' and 'probit': weights are drawn as they are held"
+            )
+        return _sampled(posterior, likelihood, inputs, draws, forward, generator)
+    found = output_distribution(posterior, inputs, forward=forward, prior_precision=prior_precision)
+    if how == "probit":
+        return likelihood.probit(found.mean, found.variance)
+    return torch.stack([likelihood.mean(outputs) for outputs in found.sample(draws, generator)]).mean(0)
+
+
+@torch.no_grad()
+def _sampled(
+    posterior: Posterior,
+    likelihood: Likelihood,
+    inputs: Any,
+    draws: int,
+    forward: Forward | None,
+    generator: torch.Generator | None,
+) -> Any:
+    parameters = named_parameters(posterior.model)
+    batch, total = prepared(inputs, next(iter(parameters.values())).device), None
     with untouched(posterior.model):
         for _ in range(draws):
             drawn = sample_weights(posterior, generator)
-            names = (name for name, _ in posterior.model.named_parameters())
-            weights = {name: drawn[plain(name)] for name in names if plain(name) in drawn}
-            args, options = ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
-            outputs = functional_call(posterior.model, weights, args, options)
-            mean = likelihood.mean(getattr(outputs, "logits", outputs))
-            total = mean if total is None else torch.utils._pytree.tree_map(torch.add, total, mean)
-    return torch.utils._pytree.tree_map(lambda tensor: tensor / draws, total)
+            with shifted(parameters, {name: weight - parameters[name] for name, weight in drawn.items()}):
+                outputs, _ = call(posterior.model, batch, forward)
+            mean = likelihood.mean(outputs)
+            total = mean if total is None else tree_map(torch.add, total, mean)
+    return tree_map(lambda tensor: tensor / draws, total)

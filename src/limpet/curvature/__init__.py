@@ -1,6 +1,7 @@
 """One pass over data that gives every block's Fisher, and leaves the model as it was."""
 
-from limpet.curvature.batches import Forward, call, counted_examples, prepared
+from limpet.curvature.audit import gradients_at
+from limpet.curvature.batches import Forward, call, counted_examples, part, prepared
 from limpet.curvature.blocks import (
     DIRECT,
     Block,
@@ -28,8 +29,10 @@ __all__ = [
     "call",
     "counted_examples",
     "discover",
+    "gradients_at",
     "is_excluded",
     "named_parameters",
+    "part",
     "plain",
     "prepared",
     "shifted",

@@ -60,7 +60,7 @@ def unseen(
 
 
 def gradients_at(
-    outputs: Sequence[Tensor], wanted: Any, cotangents: Sequence[Tensor], *, keep: bool
+    outputs: Sequence[Tensor], wanted: Any, cotangents: Sequence[Tensor] | None, *, keep: bool
 ) -> tuple[Tensor | None, ...]:
     """torch.autograd.grad, with a word on the one thing that stops it."""
     try:

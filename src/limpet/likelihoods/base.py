@@ -72,6 +72,10 @@ class Likelihood(ABC):
         """E[targets | outputs]: class probabilities for a categorical."""
         raise UnsupportedError(f"the {self.name} likelihood does not say what its mean is: give it `mean`")
 
+    def probit(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """Nearly E[targets] where the outputs are N(mean, variance), each by itself."""
+        raise UnsupportedError(f"the {self.name} likelihood has no closed prediction: use how='linearised'")
+
 
 def as_tensors(outputs: Outputs) -> tuple[Tensor, ...]:
     """One or several outputs as a tuple of tensors."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -138,3 +139,7 @@ class Categorical(Likelihood):
 
     def mean(self, outputs: Outputs) -> Tensor:
         return self._logits(outputs).softmax(-1).movedim(-1, self.class_dim)
+
+    def probit(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """softmax(mean / sqrt(1 + pi / 8 variance)): MacKay (1992), class by class."""
+        return (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)

@@ -51,6 +51,10 @@ class Bernoulli(Likelihood):
         logits = one_tensor(outputs)
         return logits.sigmoid()
 
+    def probit(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """sigmoid(mean / sqrt(1 + pi / 8 variance)): MacKay (1992)."""
+        return (mean / (1 + math.pi / 8 * variance).sqrt()).sigmoid()
+
 
 class Gaussian(Likelihood):
     """Outputs (examples, ...) are means; the noise variance is given, or `"estimate"`d from the residuals.
@@ -115,6 +119,10 @@ class Gaussian(Likelihood):
 
     def mean(self, outputs: Outputs) -> Tensor:
         return one_tensor(outputs)
+
+    def probit(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """The mean itself, whatever the variance."""
+        return mean
 
 
 def _paired(outputs: Outputs, targets: Any) -> tuple[Tensor, Tensor]:

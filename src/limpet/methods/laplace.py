@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from limpet import store
-from limpet.calibration import EXPECTED, Curve, measure
+from limpet.calibration import Curve, measure
 from limpet.curvature import (
     DIRECT,
     FISHERS,
@@ -153,7 +153,7 @@ class Laplace(Memory):
         moved = self.forecast().quadratic
         curve = self._curve(with_task(self.posterior, newest, 1.0), newest, forward) if self._automatic else None
         if curve is not None:
-            self._strength = curve.slope(EXPECTED)
+            self._strength = curve.strength
         self.posterior.replace_all(lambda held: self._updated(held, fishers) if newest.speaks_of(held.block) else held)
         curve = curve or self._curve(self.posterior, newest, forward)
         self.history = self.history.learned(newest.examples, curve, moved)

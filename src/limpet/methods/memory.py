@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from limpet import store
 from limpet.budget import Budget
 from limpet.calibration import History
-from limpet.curvature import Block, Structure, discover, is_excluded, named_parameters, plain, unwrapped
+from limpet.curvature import Block, Forward, Structure, discover, named_parameters, unwrapped
 from limpet.errors import (
     LimpetError,
-    LimpetWarning,
     MemoryFileError,
     NotProtectedWarning,
     UnsupportedError,
@@ -24,8 +23,11 @@ from limpet.errors import (
     positive_whole,
     warn,
 )
+from limpet.evidence import evidence_prior
 from limpet.forecast import Forecast, forecast
 from limpet.likelihoods import Likelihood, resolve
+from limpet.linearised import OutputDistribution, output_distribution
+from limpet.methods.checks import check_model, excluded_names
 from limpet.posterior import Held, Posterior
 from limpet.precision import STRUCTURES
 from limpet.predictive import predictive, sample_weights
@@ -64,10 +66,10 @@ class Memory(ABC):
             raise ValueError(f"prior_mean must be one of {', '.join(PRIOR_MEANS)}, not {prior_mean!r}")
         prior_precision = finite_number("prior_precision", prior_precision)
         max_side = positive_whole("max_side", max_side)
-        _check_model(model)
+        check_model(model)
         self.model = unwrapped(model)
         self.likelihood = resolve(likelihood)
-        self.exclude = _excluded_names(self.model, exclude)
+        self.exclude = excluded_names(self.model, exclude)
         self.posterior = Posterior(self.model, Structure(structure, max_side), prior_precision, prior_mean)
         self.strength = strength
         self.examples = 0
@@ -217,17 +219,63 @@ class Memory(ABC):
         """The protected parameters, drawn from the Gaussian that the memory is."""
         return sample_weights(self.posterior, generator)
 
-    def predictive(self, inputs: Any, *, draws: int = 20, generator: torch.Generator | None = None) -> Any:
-        """Predictions averaged over weights drawn from the memory: class probabilities for a categorical.
+    def predictive(
+        self,
+        inputs: Any,
+        *,
+        how: str = "sampled",
+        draws: int = 20,
+        forward: Forward | None = None,
+        prior_precision: float | str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Any:
+        """Predictions averaged over what the weights might be: class probabilities for a categorical.
+
+        `how` is "sampled" (over `draws` weights drawn from the memory), "linearised" (over outputs drawn from the
+        network linearised at the mean, whose distribution is closed form) or "probit" (the same without drawing); the
+        last two take one output vector per example. `prior_precision` takes the place of the memory's there; "evidence"
+        is the one under which what was learned is most likely. `forward(model, inputs)` gives the outputs.
 
         >>> import limpet
         >>> model = torch.nn.Linear(3, 2)
         >>> memory = limpet.OnlineLaplace(model)
         >>> memory.consolidate([(torch.randn(20, 3), torch.randint(0, 2, (20,)))])
-        >>> memory.predictive(torch.zeros(5, 3)).sum(1).round(decimals=4)
+        >>> memory.predictive(torch.zeros(5, 3), how="probit").sum(1).round(decimals=4)
         tensor([1., 1., 1., 1., 1.])
         """
-        return predictive(self.posterior, self.likelihood, inputs, draws=draws, generator=generator)
+        return predictive(
+            self.posterior,
+            self.likelihood,
+            inputs,
+            how=how,
+            draws=draws,
+            forward=forward,
+            prior_precision=self._prior(prior_precision),
+            generator=generator,
+        )
+
+    def output_distribution(
+        self, inputs: Any, *, forward: Forward | None = None, prior_precision: float | str | None = None
+    ) -> OutputDistribution:
+        """N(mean, covariance) of the outputs of the network linearised at the mean, for each example.
+
+        >>> import limpet
+        >>> model = torch.nn.Linear(3, 1)
+        >>> memory = limpet.OnlineLaplace(model, likelihood="gaussian")
+        >>> memory.consolidate([(torch.randn(20, 3), torch.randn(20, 1))])
+        >>> found = memory.output_distribution(torch.zeros(5, 3))
+        >>> found.mean.shape, found.covariance.shape
+        (torch.Size([5, 1]), torch.Size([5, 1, 1]))
+        """
+        prior = self._prior(prior_precision)
+        return output_distribution(self.posterior, inputs, forward=forward, prior_precision=prior)
+
+    def _prior(self, prior_precision: float | str | None) -> float | None:
+        if isinstance(prior_precision, str):
+            if prior_precision != "evidence":
+                raise ValueError(f"prior_precision must be a number or 'evidence', not {prior_precision!r}")
+            return evidence_prior(self.posterior)
+        return prior_precision
 
     def report(self) -> Report:
         """Every parameter of the model: its block, structure, bytes, and whether it is protected or why not."""
@@ -349,37 +397,3 @@ class Memory(ABC):
         if tensors:
             raise MemoryFileError(f"tensors that {type(self).__name__} does not know: {', '.join(sorted(tensors))}")
         return {}
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"limpet protects a torch.nn.Module, not a {type(model).__name__}")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise UnsupportedError("a scripted model cannot be watched: give the model as it was before torch.jit.script")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise UnsupportedError(f"{name} has no shape yet: run one batch through the model first")
-
-
-def _excluded_names(model: nn.Module, exclude: Iterable[str | nn.Module | nn.Parameter]) -> tuple[str, ...]:
-    """Names and patterns as they are; modules and parameters by their names."""
-    if isinstance(exclude, str | nn.Module | nn.Parameter):
-        exclude = [exclude]
-    modules = {module: plain(name) for name, module in model.named_modules()}
-    parameters = {plain(name): p for name, p in model.named_parameters(remove_duplicate=False)}
-    found = []
-    for item in exclude:
-        if isinstance(item, str):
-            found.append(plain(item))
-            if item not in modules.values() and not any(is_excluded(name, [plain(item)]) for name in parameters):
-                warn(f"exclude: {item!r} matches no parameter of the model", LimpetWarning)
-        elif isinstance(item, nn.Module):
-            if item not in modules or item is model:
-                raise ValueError(f"exclude: this {type(item).__name__} is not a module inside the model")
-            found.append(modules[item])
-        else:
-            names = [name for name, parameter in parameters.items() if parameter is item]
-            if not names:
-                raise ValueError(f"exclude: this {type(item).__name__} is not a parameter of the model")
-            found.extend(names)
-    return tuple(found)

@@ -70,8 +70,8 @@ class Dense(Precision):
             plain,
             values - self.prior,
             self.prior,
-            into=lambda v: vectors.mT @ v.flatten(),
-            back=lambda v: (vectors @ v).reshape(self.shape),
+            into=lambda v: v.flatten(-len(self.shape)) @ vectors,
+            back=lambda v: (v @ vectors.mT).reshape(*v.shape[:-1], *self.shape),
         )
 
     def solve(self, v: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from limpet.precision.linalg import widened
 class Spectrum:
     """Eigenvalues: `fisher` of the sum of F_t, `total` of the sum of strength_t F_t, and the prior beside them.
 
-    `into` takes a block to the basis and `back` takes it back. With every strength multiplied by `factor`, the
-    proximal map divides by 1 + step (prior + factor total).
+    `into` takes a block (or many, in leading dimensions) to the basis and `back` takes it back. With every strength
+    multiplied by `factor`, the proximal map divides by 1 + step (prior + factor total).
     """
 
     fisher: Tensor

@@ -1,0 +1,146 @@
+"""How sure is the network, and is it right to be? Predictions of the memory beside those of laplace-torch.
+
+    python benchmarks/predictive.py                          # 784-100-100-10 on MNIST, about 3 minutes
+    python benchmarks/predictive.py --network lenet          # a LeNet on CIFAR-10
+
+One network is trained; each library then fits its Kronecker Laplace approximation to the same training examples,
+chooses its prior precision by the evidence, and predicts the same test examples. Negative log likelihood and
+calibration error are on the test set; "unknown" is the area under the ROC curve of the predictive entropy, with
+Fashion-MNIST as what the network has never seen. The data come from the Hugging Face hub, or from where LIMPET_DATA
+points.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import platform
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import limpet
+from limpet.experiments.data import images
+from limpet.experiments.metrics import calibration_error
+from limpet.experiments.networks import build
+
+FITTED, TESTED, BATCH = 5000, 500, 50
+"""Examples that the approximations are fitted to, test examples, and the size of a batch."""
+
+
+def data(name: str, split: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Standardised images in the shape of a network's input."""
+    examples = images(name, split)
+    x = (examples.inputs.float() / 255 - 0.3) / 0.3
+    if len(shape) == 3:
+        x = x.reshape(len(x), -1, *x.shape[-2:])
+        x = F.pad(x.expand(-1, 3, -1, -1), [(32 - x.shape[-1]) // 2] * 4, value=-1.0)
+    return x.reshape(len(x), *shape), examples.labels
+
+
+def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> None:
+    """Nesterov momentum with a cosine."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, nesterov=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * (len(x) // 100))
+    for _ in range(epochs):
+        for rows in torch.split(torch.randperm(len(x)), 100)[: len(x) // 100]:
+            optimizer.zero_grad()
+            torch.autograd.backward(F.cross_entropy(model(x[rows]), y[rows]))
+            optimizer.step()
+            schedule.step()
+    model.eval()
+
+
+def entropy(p: Tensor) -> Tensor:
+    """Of each row of probabilities."""
+    return -(p * p.clamp_min(1e-12).log()).sum(-1)
+
+
+def area(known: Tensor, unknown: Tensor) -> float:
+    """The area under the ROC curve: how often something unknown scores higher than something known."""
+    ranks = torch.cat([known, unknown]).argsort().argsort().double()
+    return float((ranks[len(known) :].sum() - len(unknown) * (len(unknown) - 1) / 2) / (len(known) * len(unknown)))
+
+
+def judged(predict: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, others: Tensor) -> list[float]:
+    """NLL, calibration error in percent, accuracy in percent, area under the curve, seconds."""
+    begin = time.perf_counter()
+    p, q = (torch.cat([predict(part).detach() for part in torch.split(inputs, BATCH)]) for inputs in (x, others))
+    confidence, chosen = p.max(-1)
+    nll = float(-p[torch.arange(len(y)), y].clamp_min(1e-12).log().mean())
+    correct = chosen == y
+    error = 100 * calibration_error(confidence, correct.float())
+    return [nll, error, 100 * float(correct.float().mean()), area(entropy(p), entropy(q)), time.perf_counter() - begin]
+
+
+def theirs(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    """laplace-torch, as its documentation has it."""
+    import laplace
+
+    fitted: Any = laplace.Laplace(
+        copy.deepcopy(model), "classification", subset_of_weights="all", hessian_structure="kron"
+    )
+    fitted.fit(DataLoader(TensorDataset(x, y), batch_size=250))
+    fitted.optimize_prior_precision(method="marglik")
+    return fitted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", choices=["mlp", "lenet"], default="mlp")
+    parser.add_argument("--epochs", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore")
+    name, shape = ("mnist", (784,)) if options.network == "mlp" else ("cifar10", (3, 32, 32))
+    model = nn.Sequential(build(options.network, {}, shape, (10,), 0))
+    x, y = data(name, "train", shape)
+    test, labels = (part[:TESTED] for part in data(name, "test", shape))
+    others = data("fashion_mnist", "test", shape)[0][:TESTED]
+    train(model, x, y, options.epochs)
+
+    rows = {"network alone": judged(lambda x: model(x).softmax(-1), test, labels, others)}
+    memory = limpet.OnlineLaplace(model)
+    begin = time.perf_counter()
+    memory.consolidate(
+        list(zip(torch.split(x[:FITTED], 250), torch.split(y[:FITTED], 250), strict=True)),
+        examples=FITTED,
+        progress=False,
+    )
+    ours_fit = time.perf_counter() - begin
+    evidence: dict[str, Any] = {"prior_precision": "evidence"}
+    for how in ("probit", "linearised"):
+        predict = partial(memory.predictive, how=how, draws=100, **evidence)
+        rows[f"limpet, {how}"] = judged(predict, test, labels, others)
+    rows["limpet, sampled"] = judged(lambda x: memory.predictive(x, draws=20), test, labels, others)
+    begin = time.perf_counter()
+    other = theirs(model, x[:FITTED], y[:FITTED])
+    their_fit = time.perf_counter() - begin
+    rows["laplace-torch, probit"] = judged(lambda x: other(x, link_approx="probit"), test, labels, others)
+    rows["laplace-torch, Monte Carlo"] = judged(
+        lambda x: other(x, link_approx="mc", n_samples=100), test, labels, others
+    )
+    print("| | NLL | calibration error (%) | accuracy (%) | unknown (AUROC) | seconds |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for key, (nll, error, accuracy, found, seconds) in rows.items():
+        print(f"| {key} | {nll:.4f} | {error:.2f} | {accuracy:.2f} | {found:.4f} | {seconds:.1f} |")
+    from importlib.metadata import version
+
+    print(f"\nfitting: limpet {ours_fit:.1f} s, laplace-torch {their_fit:.1f} s (with the choice of its prior)")
+    print(f"prior precision: limpet {memory._prior('evidence'):.3g}, laplace-torch {float(other.prior_precision):.3g}")
+    print(
+        f"limpet {limpet.__version__}, laplace-torch {version('laplace-torch')}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}, one thread"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""What a memory is given, looked at before anything is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from limpet.curvature import is_excluded, plain
+from limpet.errors import LimpetWarning, UnsupportedError, warn
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no model, or none that can be watched."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"limpet protects a torch.nn.Module, not a {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedError("a scripted model cannot be watched: give the model as it was before torch.jit.script")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UnsupportedError(f"{name} has no shape yet: run one batch through the model first")
+
+
+def excluded_names(model: nn.Module, exclude: Iterable[str | nn.Module | nn.Parameter]) -> tuple[str, ...]:
+    """Names and patterns as they are; modules and parameters by their names."""
+    if isinstance(exclude, str | nn.Module | nn.Parameter):
+        exclude = [exclude]
+    modules = {module: plain(name) for name, module in model.named_modules()}
+    parameters = {plain(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    found = []
+    for item in exclude:
+        if isinstance(item, str):
+            found.append(plain(item))
+            if item not in modules.values() and not any(is_excluded(name, [plain(item)]) for name in parameters):
+                warn(f"exclude: {item!r} matches no parameter of the model", LimpetWarning)
+        elif isinstance(item, nn.Module):
+            if item not in modules or item is model:
+                raise ValueError(f"exclude: this {type(item).__name__} is not a module inside the model")
+            found.append(modules[item])
+        else:
+            names = [name for name, parameter in parameters.items() if parameter is item]
+            if not names:
+                raise ValueError(f"exclude: this {type(item).__name__} is not a parameter of the model")
+            found.extend(names)
+    return tuple(found)
