@@ -1,4 +1,4 @@
-"""The command line: `limpet run`, `limpet sweep`, `limpet report`, `limpet list`."""
+"""The command line: `limpet run`, `limpet sweep`, `limpet report`, `limpet list`, `limpet inspect`."""
 
 from __future__ import annotations
 
@@ -163,6 +163,27 @@ def report_command(
         written = report(folders, out or folders[0])
     for path in written:
         console.print(str(path), highlight=False)
+
+
+@app.command("inspect")
+def inspect_command(
+    path: Annotated[Path, typer.Argument(help="A memory file.")],
+    plot: Annotated[Path | None, typer.Option(help="Draw what a new task would overwrite, into this PNG.")] = None,
+) -> None:
+    """Show what is in a memory file: its layers, how much of each is held, and its tasks.
+
+    limpet inspect memory.safetensors --plot stakes.png
+    """
+    from limpet.experiments.console import show_inspection
+    from limpet.inspection import inspect
+
+    found = inspect(path)
+    show_inspection(console, found)
+    if plot is not None:
+        from limpet.experiments.figures import stakes
+
+        stakes(found).savefig(plot, dpi=130)
+        console.print(str(plot), highlight=False)
 
 
 @app.command("list")

@@ -7,9 +7,11 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from limpet.experiments.record import Record
 from limpet.experiments.runner import Watcher
+from limpet.inspection import Inspection
 
 
 class Bars(Watcher):
@@ -73,3 +75,29 @@ def show_metrics(console: Console, record: Record) -> None:
         f"{name.replace('_', ' ')} {value:.2f}" for name, value in record.metrics.items() if value is not None
     )
     console.print(f"  [dim]{shown}[/dim]", highlight=False)
+
+
+def show_inspection(console: Console, found: Inspection) -> None:
+    """A memory file as two tables."""
+    settings = found.settings
+    strength = "auto" if settings.get("automatic") else f"{settings['strength']:g}"
+    console.print(
+        f"[bold]{settings['method']}[/bold], {settings['structure']}, strength {strength}: {settings['tasks']} tasks, "
+        f"{settings['examples']:,} examples, {found.nbytes / 1e6:.2f} MB, made by limpet {found.library}",
+        highlight=False,
+    )
+    blocks = Table("block", "kind", "shape", "structure", "tasks", "decided by data", "at stake (nats)", "bytes")
+    for block in found.blocks:
+        shape = " x ".join(map(str, block.shape))
+        share, stake = f"{100 * block.decided:.0f} %", f"{block.at_stake:.3g}"
+        row = (block.name, block.kind, shape, block.structure, str(block.tasks), share, stake, f"{block.nbytes:,}")
+        blocks.add_row(*row)
+    console.print(blocks)
+    if found.history.tasks:
+        tasks = Table("task", "examples", "measured / predicted rise", "way behind it (nats)")
+        for number, task in enumerate(found.history.tasks):
+            pairs = zip(task.curve.predicted, task.curve.measured, strict=True)
+            ratios = ", ".join(f"{rise / q:.2g} at {q:.2g}" for q, rise in pairs)
+            behind = found.history.travelled - task.since
+            tasks.add_row(str(number + 1), f"{task.examples:,}", ratios, f"{behind:.3g}")
+        console.print(tasks)

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from limpet.experiments.collection import Experiment, Variant
 from limpet.experiments.record import Record
+from limpet.inspection import Inspection
 
 COLOURS = {
     "kronecker": "#1f6f8b",
@@ -202,6 +204,7 @@ def curves_through_training(experiment: Experiment) -> Any:
         axis.set_ylim(max(0, low - 3), None)
     axes[0, 0].legend(frameon=False, fontsize=8, ncols=3, loc="lower right")
     axes[-1, 0].set_xlabel("epochs, one task after another")
+    axes[-1, 0].xaxis.get_major_locator().set_params(integer=True)
     return figure
 
 
@@ -212,3 +215,25 @@ FIGURES: dict[str, Callable[[Experiment], Any]] = {
     "strengths": accuracy_over_strength,
     "training": curves_through_training,
 }
+
+
+def stakes(found: Inspection) -> Any:
+    """Layer by layer, direction by direction: what a new task would overwrite, from the most held to the free."""
+    from matplotlib.colors import LogNorm
+
+    columns = 200
+    rows = []
+    for block in found.blocks:
+        places = torch.linspace(0, len(block.stakes) - 1, columns).round().long()
+        rows.append(block.stakes[places].clamp_min(1e-12).numpy())
+    grid = np.stack(rows)
+    figure, axes = _axes(size=(7.0, 1.2 + 0.34 * len(rows)))
+    axis = axes[0, 0]
+    norm = LogNorm(vmin=max(grid.max() * 1e-8, 1e-12), vmax=max(grid.max(), 1e-11))
+    shown = axis.imshow(grid, aspect="auto", norm=norm, cmap="magma", extent=(0, 100, len(rows), 0))
+    axis.grid(False)
+    axis.set_yticks([i + 0.5 for i in range(len(rows))], [block.name for block in found.blocks], fontsize=8)
+    axis.set(xlabel="directions of the block, the most held first (%)")
+    axis.set_title("what a new task would overwrite", fontsize=11)
+    figure.colorbar(shown, ax=axis, label="nats per example")
+    return figure
