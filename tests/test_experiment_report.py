@@ -116,9 +116,21 @@ def test_table(tmp_path: Path) -> None:
     lines = table(experiment).splitlines()
     cells = [cell.strip() for cell in lines[3].strip("|").split("|")]
     # forgetting: a fell from 90 to 70, b from 92 to 85
-    expected = ["online-laplace/kronecker", "3", "70.0", "85.0", "94.0", "83.05 ± 0.07", "2", "13.5", "0.500", "1.0"]
+    expected = [
+        "online-laplace/kronecker",
+        "3",
+        "1",
+        "70.0",
+        "85.0",
+        "94.0",
+        "83.05 ± 0.07",
+        "2",
+        "13.5",
+        "0.500",
+        "1.0",
+    ]
     assert cells == [*expected, "2.0 MB", "8"]
-    assert lines[2].startswith("| joint |  | 72.0 |")
+    assert lines[2].startswith("| joint |  | 1 | 72.0 |")
 
 
 def test_curves_of_the_vision_figure(tmp_path: Path) -> None:

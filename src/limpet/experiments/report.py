@@ -78,7 +78,7 @@ def table(experiment: Experiment) -> str:
     many = len(names) > MANY
     tasks = ["first", "last", "worst"] if many else names
     numbers = ["mean", "seeds", "forgetting", "NLL", "calibration error", "memory", "seconds"]
-    head = ["method", "strength", *tasks, *numbers]
+    head = ["method", "strength", "epochs", *tasks, *numbers]
     lines = [head, ["---"] * len(head), *(_line(experiment.best(label), many) for label in experiment.labels())]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -94,6 +94,7 @@ def _line(variant: Variant, many: bool) -> list[str]:
     return [
         variant.label,
         variant.strength_text if held else "",
+        str(variant.records[0].epochs[-1]),
         *(_number(value, 1) for value in tasks),
         f"{variant.mean:.2f}{spread}",
         str(len(variant.records)),
