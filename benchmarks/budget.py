@@ -158,7 +158,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     left.legend(frameon=False, fontsize=8)
     ends = [min(BUDGETS) * 0.7, max(BUDGETS) * 1.4]
     right.plot(ends, ends, color="black", linewidth=1)
-    right.fill_between(ends, [e / 2 for e in ends], [e * 2 for e in ends], color="#eeeeee")
+    right.fill_between(ends, [e / 2 for e in ends], [e * 2 for e in ends], color="#eeeeee", zorder=0)
     right.set(xscale="log", yscale="log", xlabel="budget (nats)", ylabel="true rise of the old loss (nats)")
     right.set_title("grey: within a factor of 2", fontsize=10)
     for axis in (left, right):

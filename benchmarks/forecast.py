@@ -153,7 +153,7 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
         ends = [0.7 * min(pair["rise"] for pair in shown), 1.4 * max(pair["rise"] for pair in shown)]
         axis.plot(ends, ends, color="black", linewidth=1, label="as foretold")
         axis.fill_between(
-            ends, [e / 2 for e in ends], [e * 2 for e in ends], color="#eeeeee", label="within a factor of 2"
+            ends, [e / 2 for e in ends], [e * 2 for e in ends], color="#eeeeee", zorder=0, label="within a factor of 2"
         )
         axis.scatter(
             [p["quadratic"] for p in shown], [p["rise"] for p in shown], s=9, color="#bbbbbb", label="quadratic alone"

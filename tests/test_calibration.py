@@ -16,7 +16,7 @@ from torch.func import functional_call
 import limpet
 import networks
 from limpet.calibration import EXPECTED, KEPT, MARGIN, RISES, Curve, History, _pushed, measure
-from limpet.errors import MemoryFileError, UnsupportedError
+from limpet.errors import LimpetError, MemoryFileError, UnsupportedError
 from limpet.likelihoods import Categorical
 from reference import dense_fisher
 from reference import measure as measured_fisher
@@ -278,3 +278,34 @@ def test_a_strength_that_is_neither_a_number_nor_auto_is_refused() -> None:
         limpet.OnlineLaplace(model, strength="strong")
     with pytest.raises(UnsupportedError, match="auto"):
         limpet.SynapticIntelligence(model, strength="auto")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_old_data_in_hand_give_the_rise_itself(structure: str) -> None:
+    model, x, y = networks.build("linear")
+    memory = limpet.OnlineLaplace(model, structure=structure)
+    memory.consolidate([(x, y)])
+    mean = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    _moved(model, 0.3)
+    now = copy.deepcopy(model.state_dict())
+    data = [(x[:4], y[:4]), (x[4:], y[4:])]
+    found = memory.forecast(data, curvature="fresh")
+    before, after = (nn.functional.cross_entropy(functional_call(model, w, (x,)), y).item() for w in (mean, now))
+    assert float(found) == pytest.approx(after - before, rel=1e-6)
+    # the same data as the memory's own, so the quadratic and the shares are the memory's
+    kept = memory.forecast()
+    assert found.quadratic == pytest.approx(kept.quadratic, rel=1e-6)
+    for name, share in found.blocks.items():
+        assert share / found == pytest.approx(kept.blocks[name] / kept, rel=1e-6)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, now[name])
+
+
+def test_old_data_and_fresh_curvature_go_together() -> None:
+    model, x, y = networks.build("linear")
+    memory = limpet.OnlineLaplace(model)
+    for wrong in (lambda: memory.forecast([(x, y)]), lambda: memory.forecast(curvature="fresh")):
+        with pytest.raises(LimpetError, match="old data"):
+            wrong()
+    with pytest.raises(ValueError, match="kept"):
+        memory.forecast(curvature="new")

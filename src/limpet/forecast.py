@@ -9,9 +9,13 @@ task's curve, measured when it was taken in, and q_t the way behind it since the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
 from limpet.calibration import History
+from limpet.curvature import FisherPass, call, named_parameters, prepared, shifted, untouched
 from limpet.posterior import Posterior
 
 
@@ -26,11 +30,9 @@ class Forecast(float):
     blocks: dict[str, float]
     tasks: list[float]
 
-    def __new__(cls, quadratics: dict[str, float], history: History) -> Forecast:
-        """The forecast where each block has this share of the quadratic."""
+    def __new__(cls, rise: float, quadratics: dict[str, float], tasks: list[float]) -> Forecast:
+        """A rise of which each block has the share that it has of the quadratic."""
         q = sum(quadratics.values())
-        tasks = history.rises(q)
-        rise = history.mean(tasks) if tasks else q
         forecast = super().__new__(cls, rise)
         forecast.quadratic, forecast.tasks = q, tasks
         forecast.blocks = {name: part * rise / q if q else 0.0 for name, part in quadratics.items()}
@@ -50,4 +52,39 @@ def forecast(posterior: Posterior, examples: int, history: History) -> Forecast:
     for name, held in posterior.held.items():
         if held.tasks and examples:
             quadratics[name] = float(held.precision.fisher().quadratic(held.displacement(weights))) / (2 * examples)
-    return Forecast(quadratics, history)
+    q = sum(quadratics.values())
+    tasks = history.rises(q)
+    return Forecast(history.mean(tasks) if tasks else q, quadratics, tasks)
+
+
+def fresh_forecast(posterior: Posterior, one_pass: FisherPass, batches: Iterable[Any]) -> Forecast:
+    """The same from some old data in hand: the rise is that of their loss, the blocks' shares those of their Fisher.
+
+    Both are measured with the mean as the start, to which the weights are put for as long.
+    """
+    parameters = named_parameters(posterior.model)
+    data = list(batches)
+    with shifted(parameters, posterior.way_to_the_mean()):
+        fisher = one_pass.run(data, progress=False)
+        before = _loss(one_pass, data)
+    rise = fisher.loss_scale * (_loss(one_pass, data) - before)
+    weights, quadratics = posterior.weights(), dict.fromkeys(posterior.held, 0.0)
+    with torch.no_grad():
+        for name, held in posterior.held.items():
+            d = held.displacement(weights)
+            terms = fisher.terms.get(name, ())
+            quadratics[name] = sum(float((d * term.apply(d)).sum()) for term in terms) / (2 * fisher.examples)
+    return Forecast(rise, quadratics, [])
+
+
+@torch.no_grad()
+def _loss(one_pass: FisherPass, batches: Iterable[Any]) -> float:
+    """The mean negative log likelihood."""
+    total, count = 0.0, 0
+    device = next(iter(one_pass.parameters.values())).device
+    with untouched(one_pass.model):
+        for batch in batches:
+            outputs, targets = call(one_pass.model, prepared(batch, device), one_pass.forward)
+            total += float(one_pass.likelihood.negative_log_likelihood(outputs, targets))
+            count += one_pass.likelihood.count(outputs, targets)
+    return total / count

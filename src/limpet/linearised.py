@@ -67,7 +67,7 @@ def output_distribution(
     recorder = Recorder()
     with (
         untouched(posterior.model),
-        shifted(parameters, _to_the_mean(posterior)),
+        shifted(parameters, posterior.way_to_the_mean()),
         torch.inference_mode(False),
         torch.enable_grad(),
         recorder.attached(blocks),
@@ -90,15 +90,6 @@ def output_distribution(
             direct = [held for name, held in posterior.held.items() if name in by_hand]
             covariance += _direct(posterior, direct, batch, forward, prior_precision, covariance)
     return OutputDistribution(outputs.detach().to(covariance.dtype), (covariance + covariance.mT) / 2)
-
-
-def _to_the_mean(posterior: Posterior) -> dict[str, Tensor]:
-    weights = posterior.weights()
-    return {
-        name: part
-        for held in posterior.held.values()
-        for name, part in zip(held.block.parameters, held.block.split(-held.displacement(weights)), strict=True)
-    }
 
 
 def _flat(outputs: Any) -> Tensor:

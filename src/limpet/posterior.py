@@ -85,6 +85,15 @@ class Posterior:
         """The model's parameters by name, as they are now."""
         return named_parameters(self.model)
 
+    def way_to_the_mean(self) -> dict[str, Tensor]:
+        """mean - w, by parameter."""
+        weights = self.weights()
+        return {
+            name: part
+            for held in self.held.values()
+            for name, part in zip(held.block.parameters, held.block.split(-held.displacement(weights)), strict=True)
+        }
+
     def penalty(self) -> Tensor:
         """The whole penalty, differentiable, not divided by the number of examples."""
         weights = self.weights()

@@ -83,7 +83,7 @@ def accuracy_over_tasks(experiment: Experiment) -> Any:
     """Fig. 1 of the paper: mean test accuracy over the number of tasks; joint training dotted."""
     if experiment.variants[0].records[0].tasks < 3:
         return None
-    figure, axes = _axes(1, 2, (10, 4))
+    figure, axes = _axes(1, 2, (10, 4.4))
     for label in experiment.labels():
         if label == "one-network-per-task":
             continue
@@ -94,7 +94,8 @@ def accuracy_over_tasks(experiment: Experiment) -> Any:
     best = max(experiment.best(label).mean for label in experiment.labels())
     axes[0, 0].set(xlabel="tasks learned", ylabel="mean test accuracy of all tasks so far (%)", ylim=(0, 100))
     axes[0, 1].set(xlabel="tasks learned", ylim=(best - 15, 100))
-    axes[0, 1].legend(frameon=False, fontsize=8, loc="lower left")
+    named = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*named, frameon=False, fontsize=8, ncols=4, loc="outside lower center")
     figure.suptitle(experiment.key)
     return figure
 

@@ -30,6 +30,7 @@ from limpet.errors import (
     warn,
     whole_number,
 )
+from limpet.forecast import Forecast, fresh_forecast
 from limpet.likelihoods import Likelihood
 from limpet.methods.memory import MAX_SIDE, Memory
 from limpet.posterior import Held, Posterior
@@ -103,6 +104,22 @@ class Laplace(Memory):
         self._settle([self._measure(batches, examples, limit, forward, progress, saved)], forward)
         if saved is not None:
             saved.remove()
+
+    def forecast(
+        self, batches: Iterable[Any] | None = None, *, curvature: str = "kept", forward: Forward | None = None
+    ) -> Forecast:
+        """As for every memory; with old data in hand, `forecast(batches, curvature="fresh")` looks at them instead.
+
+        The rise is then that of their loss since the last consolidation, and each block's share that of a Fisher
+        measured on them. A few hundred examples are enough.
+        """
+        if curvature not in ("kept", "fresh"):
+            raise ValueError(f"curvature must be 'kept' or 'fresh', not {curvature!r}")
+        if (curvature == "fresh") != (batches is not None):
+            raise LimpetError("forecast(batches, curvature='fresh') takes old data, and forecast() none")
+        if batches is None:
+            return super().forecast()
+        return fresh_forecast(self.posterior, self._pass(forward, None), batches)
 
     def _measure(
         self,
