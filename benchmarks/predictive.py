@@ -31,7 +31,7 @@ from limpet.experiments.data import images
 from limpet.experiments.metrics import calibration_error
 from limpet.experiments.networks import build
 
-FITTED, TESTED, BATCH = 5000, 500, 50
+FITTED, TESTED, BATCH = 60000, 500, 50
 """Examples that the approximations are fitted to, test examples, and the size of a batch."""
 
 

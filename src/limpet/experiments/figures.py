@@ -181,7 +181,7 @@ def accuracy_over_strength(experiment: Experiment) -> Any:
         if experiment.has(label):
             axis.axhline(experiment.best(label).mean, label=label, linewidth=1.2, **_style(label))
     axis.set(xscale="log", xlabel="strength (SI: c)", ylabel="mean test accuracy (%)", title=experiment.key)
-    axis.legend(frameon=False, fontsize=8)
+    figure.legend(frameon=False, fontsize=8, ncols=3, loc="outside lower center")
     return figure
 
 
