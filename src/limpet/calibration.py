@@ -23,7 +23,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from limpet.curvature import Fisher, Forward, call, named_parameters, prepared, shifted, untouched
 from limpet.errors import finite_number, positive_whole
@@ -217,7 +217,9 @@ class Pushed:
 def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forward: Forward | None, seed: int) -> Curve:
     """The curve of a task whose Fisher has just been added to the posterior, at the weights as they are."""
     blocks = list(_pushed(posterior, fisher))
-    look = Look(posterior, fisher, likelihood, forward, seed)
+    # a backward pass costs two forward ones
+    rows = round(SHARE * fisher.rows * (1 + 2 * fisher.roots) / (2 * len(RISES) + 1))
+    look = Look(posterior.model, fisher.first.take(max(rows, LEAST)), likelihood, forward, seed)
     if not blocks or not look.batches:
         return Curve()
     tasks = max(held.tasks for held in posterior.held.values())
@@ -269,27 +271,26 @@ def _step(blocks: Sequence[Pushed], rise: float) -> float:
 
 
 class Look:
-    """The loss on some of a task's examples at weights near the mode."""
+    """The loss on some examples, at weights around those that the model has. `untouched` is for who looks."""
 
     def __init__(
-        self, posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forward: Forward | None, seed: int
+        self, model: nn.Module, batches: Iterable[Any], likelihood: Likelihood, forward: Forward | None, seed: int
     ) -> None:
-        self.model, self.likelihood, self.forward = posterior.model, likelihood, forward
-        self.parameters = named_parameters(posterior.model)
-        self.generator = torch.Generator(next(iter(self.parameters.values())).device).manual_seed(seed)
+        self.model, self.likelihood, self.forward = model, likelihood, forward
+        self.parameters = named_parameters(model)
         device = next(iter(self.parameters.values())).device
-        # a backward pass costs two forward ones
-        rows = round(SHARE * fisher.rows * (1 + 2 * fisher.roots) / (2 * len(RISES) + 1))
-        self.batches = [prepared(batch, device) for batch in fisher.first.take(max(rows, LEAST))]
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.batches = [prepared(batch, device) for batch in batches]
         self.targets: list[Any] = []
 
+    @torch.no_grad()
     def loss(self, displacement: Mapping[str, Tensor]) -> float:
         """The mean negative log likelihood at weights + displacement."""
         total, count = 0.0, 0
         with shifted(self.parameters, displacement):
             for number, batch in enumerate(self.batches):
                 outputs, targets = call(self.model, batch, self.forward)
-                if targets is None:  # then the model's own at the mode, where the first look is taken
+                if targets is None:  # then the model's own, where the first look is taken
                     if number == len(self.targets):
                         self.targets.append(self.likelihood.sample(outputs, self.generator))
                     targets = self.targets[number]

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from limpet.calibration import History
-from limpet.curvature import FisherPass, call, named_parameters, prepared, shifted, untouched
+from limpet.calibration import History, Look
+from limpet.curvature import FisherPass, named_parameters, shifted, untouched
 from limpet.posterior import Posterior
 
 
@@ -62,12 +62,13 @@ def fresh_forecast(posterior: Posterior, one_pass: FisherPass, batches: Iterable
 
     Both are measured with the mean as the start, to which the weights are put for as long.
     """
-    parameters = named_parameters(posterior.model)
-    data = list(batches)
-    with shifted(parameters, posterior.way_to_the_mean()):
+    data, way = list(batches), posterior.way_to_the_mean()
+    with shifted(named_parameters(posterior.model), way):
         fisher = one_pass.run(data, progress=False)
-        before = _loss(one_pass, data)
-    rise = fisher.loss_scale * (_loss(one_pass, data) - before)
+    look = Look(posterior.model, data, one_pass.likelihood, one_pass.forward, one_pass.seed)
+    with untouched(posterior.model):
+        before = look.loss(way)
+        rise = fisher.loss_scale * (look.loss({}) - before)
     weights, quadratics = posterior.weights(), dict.fromkeys(posterior.held, 0.0)
     with torch.no_grad():
         for name, held in posterior.held.items():
@@ -75,16 +76,3 @@ def fresh_forecast(posterior: Posterior, one_pass: FisherPass, batches: Iterable
             terms = fisher.terms.get(name, ())
             quadratics[name] = sum(float((d * term.apply(d)).sum()) for term in terms) / (2 * fisher.examples)
     return Forecast(rise, quadratics, [])
-
-
-@torch.no_grad()
-def _loss(one_pass: FisherPass, batches: Iterable[Any]) -> float:
-    """The mean negative log likelihood."""
-    total, count = 0.0, 0
-    device = next(iter(one_pass.parameters.values())).device
-    with untouched(one_pass.model):
-        for batch in batches:
-            outputs, targets = call(one_pass.model, prepared(batch, device), one_pass.forward)
-            total += float(one_pass.likelihood.negative_log_likelihood(outputs, targets))
-            count += one_pass.likelihood.count(outputs, targets)
-    return total / count

@@ -9,24 +9,36 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from limpet.curvature import Forward, call, named_parameters, prepared, shifted, untouched
-from limpet.errors import LimpetError, positive_whole
+from limpet.errors import finite_number, positive_whole
 from limpet.likelihoods import Likelihood
 from limpet.linearised import output_distribution
 from limpet.posterior import Posterior
+from limpet.precision import Precision
+from limpet.precision.base import inverse_root, noise
 
 HOW = ("sampled", "linearised", "probit")
 
 
 @torch.no_grad()
-def sample_weights(posterior: Posterior, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-    """The protected parameters drawn from N(mean, L^-1)."""
+def sample_weights(
+    posterior: Posterior, generator: torch.Generator | None = None, prior_precision: float | None = None
+) -> dict[str, Tensor]:
+    """The protected parameters drawn from N(mean, L^-1), with another prior in L if one is given."""
     weights = posterior.weights()
     drawn = {}
     for held in posterior.held.values():
-        matrix = held.mean + held.precision.sample(generator)
+        matrix = held.mean + _drawn(held.precision, generator, prior_precision)
         for name, part in zip(held.block.parameters, held.block.split(matrix), strict=True):
             drawn[name] = part.to(weights[name].device, weights[name].dtype)
     return drawn
+
+
+def _drawn(precision: Precision, generator: torch.Generator | None, prior_precision: float | None) -> Tensor:
+    if prior_precision is None:
+        return precision.sample(generator)
+    spectrum = precision.spectrum()
+    full = spectrum.total + finite_number("prior_precision", prior_precision)
+    return spectrum.back(noise(full.shape, full, generator) * inverse_root(full))
 
 
 def predictive(
@@ -49,11 +61,7 @@ def predictive(
         raise ValueError(f"how must be one of {', '.join(HOW)}, not {how!r}")
     draws = positive_whole("draws", draws)
     if how == "sampled":
-        if prior_precision is not None:
-            raise LimpetError(
-                "prior_precision= is for how='linearised' and 'probit': weights are drawn as they are held"
-            )
-        return _sampled(posterior, likelihood, inputs, draws, forward, generator)
+        return _sampled(posterior, likelihood, inputs, draws, forward, prior_precision, generator)
     found = output_distribution(posterior, inputs, forward=forward, prior_precision=prior_precision)
     if how == "probit":
         return likelihood.probit(found.mean, found.variance)
@@ -67,13 +75,14 @@ def _sampled(
     inputs: Any,
     draws: int,
     forward: Forward | None,
+    prior_precision: float | None,
     generator: torch.Generator | None,
 ) -> Any:
     parameters = named_parameters(posterior.model)
     batch, total = prepared(inputs, next(iter(parameters.values())).device), None
     with untouched(posterior.model):
         for _ in range(draws):
-            drawn = sample_weights(posterior, generator)
+            drawn = sample_weights(posterior, generator, prior_precision)
             with shifted(parameters, {name: weight - parameters[name] for name, weight in drawn.items()}):
                 outputs, _ = call(posterior.model, batch, forward)
             mean = likelihood.mean(outputs)

@@ -233,7 +233,7 @@ class Memory(ABC):
 
         `how` is "sampled" (over `draws` weights drawn from the memory), "linearised" (over outputs drawn from the
         network linearised at the mean, whose distribution is closed form) or "probit" (the same without drawing); the
-        last two take one output vector per example. `prior_precision` takes the place of the memory's there; "evidence"
+        last two take one output vector per example. `prior_precision` takes the place of the memory's; "evidence"
         is the one under which what was learned is most likely. `forward(model, inputs)` gives the outputs.
 
         >>> import limpet
