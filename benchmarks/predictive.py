@@ -1,6 +1,6 @@
 """How sure is the network, and is it right to be? Predictions of the memory beside those of laplace-torch.
 
-    python benchmarks/predictive.py                          # 784-100-100-10 on MNIST, about 3 minutes
+    python benchmarks/predictive.py                          # 784-100-100-10 on MNIST, about 5 minutes
     python benchmarks/predictive.py --network lenet          # a LeNet on CIFAR-10
 
 One network is trained; each library then fits its Kronecker Laplace approximation to the same training examples,
