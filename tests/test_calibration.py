@@ -15,9 +15,10 @@ from torch.func import functional_call
 
 import limpet
 import networks
-from limpet.calibration import EXPECTED, KEPT, LEAST, MARGIN, RISES, Curve, History, _pushed, _step, measure
+from limpet.calibration import EXPECTED, KEPT, LEAST, MARGIN, RISES, Curve, History, _step, measure
 from limpet.errors import LimpetError, MemoryFileError, UnsupportedError
 from limpet.likelihoods import Categorical
+from limpet.surroundings import places
 from reference import dense_fisher
 from reference import measure as measured_fisher
 
@@ -98,7 +99,7 @@ def test_points_are_the_dense_quadratic_and_the_loss_at_the_pushed_weights(struc
     curve = measure(memory.posterior, fisher, Categorical(), None, seed=5)
     again = measure(memory.posterior, fisher, Categorical(), None, seed=5)
     assert curve == again
-    blocks = list(_pushed(memory.posterior, fisher))
+    blocks = places(memory.posterior, fisher)
     weights = dict(model.named_parameters())
     rows = torch.cat([batch[0] for batch in fisher.first.take(len(x))])
     assert torch.equal(rows, x) and len(x) <= LEAST
@@ -116,7 +117,7 @@ def test_points_are_the_dense_quadratic_and_the_loss_at_the_pushed_weights(struc
         for sign in (1, -1, 0):
             at = {}
             for block, z in zip(blocks, pushes, strict=True):
-                for name, part in zip(block.parameters, block.split(sign * z), strict=True):
+                for name, part in block.block.scatter(sign * z).items():
                     at[name] = weights[name].detach() + part
             outputs = functional_call(model, at, (x[:seen],))
             losses.append(float(nn.functional.cross_entropy(outputs, y[:seen])))
@@ -134,7 +135,7 @@ def test_pushes_have_the_stated_covariance(structure: str) -> None:
     memory = limpet.OnlineLaplace(model, structure=structure, strength=2.0, prior_precision=0.5)
     fisher = measured_fisher(memory.model, [(x, y)], Categorical(), structure)
     memory._settle([fisher], None)
-    block = next(iter(_pushed(memory.posterior, fisher)))
+    block = places(memory.posterior, fisher)[0]
     held = next(iter(memory.posterior.held.values()))
     generator = torch.Generator().manual_seed(0)
     many = torch.stack([block.push(0.3, generator).flatten() for _ in range(4000)])
@@ -153,7 +154,7 @@ def test_the_fisher_of_the_curve_is_that_of_the_task() -> None:
     memory.consolidate([(2 * x, y)])
     fisher = measured_fisher(memory.model, [(x, y)], Categorical(), "dense")
     memory._settle([fisher], None)
-    for block, held in zip(_pushed(memory.posterior, fisher), memory.posterior.held.values(), strict=True):
+    for block, held in zip(places(memory.posterior, fisher), memory.posterior.held.values(), strict=True):
         z = torch.randn(block.precision.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         F = dense_fisher(memory.model, held.block, x, y, Categorical())
         assert block.rise(z) == pytest.approx(float(z.flatten() @ F @ z.flatten()) / 2, rel=1e-3)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 
 from limpet.calibration import History
+from limpet.precision.linalg import bisected
 
 CLOSE = 1e-3
 """How near, relatively, the multiplier is solved for."""
@@ -34,11 +35,7 @@ class Budget:
         """The m with q(m), which falls with m, at the budget; 0 where q(0) is within it."""
         if q(0.0) <= self.quadratic:
             return 0.0
-        low, high = -FURTHEST, FURTHEST
-        while high - low > CLOSE:
-            middle = (low + high) / 2
-            low, high = (middle, high) if q(math.exp(middle)) > self.quadratic else (low, middle)
-        return math.exp(high)
+        return bisected(lambda m: q(m) > self.quadratic, furthest=FURTHEST, close=CLOSE)[1]
 
     def follow(self, q: float) -> float:
         """The m of the next step, after one at which q was found."""
@@ -50,8 +47,4 @@ class Budget:
 
 def _inverse(function: Callable[[float], float], value: float) -> float:
     """Where a function that rises from 0 has a value."""
-    low, high = -60.0, 30.0
-    while high - low > 1e-6:
-        middle = (low + high) / 2
-        low, high = (middle, high) if function(math.exp(middle)) < value else (low, middle)
-    return math.exp(low)
+    return bisected(lambda q: function(q) < value, furthest=60.0, close=1e-6)[0]

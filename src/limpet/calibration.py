@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -29,8 +29,8 @@ from limpet.curvature import Fisher, Forward, call, named_parameters, prepared, 
 from limpet.errors import finite_number, positive_whole
 from limpet.likelihoods import Likelihood
 from limpet.posterior import Posterior
-from limpet.precision import Precision, Spectrum, Term
-from limpet.precision.base import noise
+from limpet.precision.linalg import bisected
+from limpet.surroundings import Place, by_parameter, places
 
 EXPECTED = 0.06
 """The q that a task is expected to have behind it in the end, in nats per example; strengths are for there."""
@@ -129,7 +129,7 @@ class History:
     travelled - since behind it, and another q adds to that:  rise = R(travelled - since + q) - R(travelled - since).
     """
 
-    tasks: tuple[Known, ...] = field(default=())
+    tasks: tuple[Known, ...] = ()
     travelled: float = 0.0
 
     def learned(self, examples: int, curve: Curve, moved: float) -> History:
@@ -192,31 +192,10 @@ def _merged(a: Known, b: Known) -> Known:
 # --- measuring -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Pushed:
-    """A block that is pushed: the precision after the task, the task's own Fisher, the size of a push."""
-
-    parameters: tuple[str, ...]
-    split: Any
-    precision: Precision
-    spectrum: Spectrum
-    terms: Sequence[Term]
-    square: float
-
-    def push(self, step: float, generator: torch.Generator) -> Tensor:
-        """(I + step L)^-1 e; noise is the same in every basis, so it is drawn in that of L."""
-        drawn = noise(self.spectrum.fisher.shape, self.spectrum.fisher, generator)
-        return self.spectrum.back(math.sqrt(self.square) * drawn / self.spectrum.resistance(step))
-
-    def rise(self, z: Tensor) -> float:
-        """1/2 z^T F z with the task's own F."""
-        return sum(float((z * term.apply(z)).sum()) for term in self.terms) / 2
-
-
 @torch.no_grad()
 def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forward: Forward | None, seed: int) -> Curve:
     """The curve of a task whose Fisher has just been added to the posterior, at the weights as they are."""
-    blocks = list(_pushed(posterior, fisher))
+    blocks = places(posterior, fisher)
     # a backward pass costs two forward ones
     rows = round(SHARE * fisher.rows * (1 + 2 * fisher.roots) / (2 * len(RISES) + 1))
     look = Look(posterior.model, fisher.first.take(max(rows, LEAST)), likelihood, forward, seed)
@@ -231,43 +210,22 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
             generator = torch.Generator().manual_seed((seed << 20) + number)
             pushes = [block.push(step, generator) for block in blocks]
             predicted = sum(block.rise(z) for block, z in zip(blocks, pushes, strict=True)) / fisher.examples
-            both = [look.loss(_by_parameter(blocks, pushes, sign)) for sign in (1.0, -1.0)]
+            both = [look.loss(by_parameter(blocks, [sign * z for z in pushes])) for sign in (1.0, -1.0)]
             points.append((predicted, fisher.loss_scale * (sum(both) / 2 - start)))
             if not step:
                 break  # nothing holds against the push any more: there is no further to go
     return Curve.through(points)
 
 
-def _pushed(posterior: Posterior, fisher: Fisher) -> Iterable[Pushed]:
-    weights = posterior.weights()
-    for held in posterior.held.values():
-        square = 2 * float(held.matrix(weights).detach().square().mean())
-        if square > 0 and fisher.speaks_of(held.block):
-            block, terms = held.block, fisher.terms[held.block.name]
-            yield Pushed(block.parameters, block.split, held.precision, held.precision.spectrum(), terms, square)
-
-
-def _by_parameter(blocks: Sequence[Pushed], pushes: Sequence[Tensor], sign: float) -> dict[str, Tensor]:
-    return {
-        name: part
-        for block, z in zip(blocks, pushes, strict=True)
-        for name, part in zip(block.parameters, block.split(sign * z), strict=True)
-    }
-
-
-def _step(blocks: Sequence[Pushed], rise: float) -> float:
+def _step(blocks: Sequence[Place], rise: float) -> float:
     """The step at which a push is expected to have this rise under the Fisher of all tasks; 0 where none has."""
 
     def expected(step: float) -> float:
-        return sum(block.square * block.spectrum.expected_rise(step) for block in blocks)
+        return sum(2 * block.square * block.spectrum.expected_rise(step) for block in blocks)
 
     if expected(0.0) <= rise:
         return 0.0
-    low, high = -30.0, 30.0  # logarithms
-    while high - low > 0.2:
-        middle = (low + high) / 2
-        low, high = (middle, high) if expected(math.exp(middle)) > rise else (low, middle)
-    return math.exp(high)
+    return bisected(lambda step: expected(step) > rise, furthest=30.0, close=0.2)[1]
 
 
 class Look:

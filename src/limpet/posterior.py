@@ -87,12 +87,10 @@ class Posterior:
 
     def way_to_the_mean(self) -> dict[str, Tensor]:
         """mean - w, by parameter."""
-        weights = self.weights()
-        return {
-            name: part
-            for held in self.held.values()
-            for name, part in zip(held.block.parameters, held.block.split(-held.displacement(weights)), strict=True)
-        }
+        weights, way = self.weights(), {}
+        for held in self.held.values():
+            way.update(held.block.scatter(-held.displacement(weights)))
+        return way
 
     def penalty(self) -> Tensor:
         """The whole penalty, differentiable, not divided by the number of examples."""

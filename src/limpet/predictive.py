@@ -28,7 +28,7 @@ def sample_weights(
     drawn = {}
     for held in posterior.held.values():
         matrix = held.mean + _drawn(held.precision, generator, prior_precision)
-        for name, part in zip(held.block.parameters, held.block.split(matrix), strict=True):
+        for name, part in held.block.scatter(matrix).items():
             drawn[name] = part.to(weights[name].device, weights[name].dtype)
     return drawn
 

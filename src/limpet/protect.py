@@ -207,7 +207,7 @@ class Protection:
             for bound, d in zip(stepped, displacements, strict=True):
                 yield bound, bound.held.gradient(d, bound.apply)
             return
-        spectra = [bound.spectrum or bound.held.precision.spectrum() for bound in stepped]
+        spectra = [bound.spectrum for bound in stepped if bound.spectrum is not None]  # there is one with a budget
         coordinates = [spectrum.into(d) for spectrum, d in zip(spectra, displacements, strict=True)]
         rises = (spectrum.rise(c, 0.0) for spectrum, c in zip(spectra, coordinates, strict=True))
         self.factor = self._budget.follow((sum(rises) + self._others(stepped)) / self._old_examples)

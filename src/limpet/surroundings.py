@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from limpet.curvature import Block, Fisher
 from limpet.posterior import Posterior
-from limpet.precision import KroneckerSum, Precision, Term
+from limpet.precision import KroneckerSum, Precision, Spectrum, Term
+from limpet.precision.base import noise
 
 CLOSE = 0.05
 """How near the predicted rise has to come to the one asked for, relatively."""
@@ -39,6 +41,19 @@ class Place:
         cooled: Any = self.precision.scale(1 / temperature)
         return replace(cooled, prior=cooled.prior + 1 / self.square).sample(generator)  # type: ignore[no-any-return]
 
+    @cached_property
+    def spectrum(self) -> Spectrum:
+        """The precision's own."""
+        return self.precision.spectrum()
+
+    def push(self, step: float, generator: torch.Generator) -> Tensor:
+        """(I + step L)^-1 e with e ~ N(0, 2 square I): towards other weights of the same size, held back.
+
+        Noise is the same in every basis, so it is drawn in that of L.
+        """
+        drawn = noise(self.spectrum.fisher.shape, self.spectrum.fisher, generator)
+        return self.spectrum.back(math.sqrt(2 * self.square) * drawn / self.spectrum.resistance(step))
+
     def rise(self, z: Tensor) -> float:
         """1/2 z^T F z."""
         return sum(float((z * term.apply(z)).sum()) for term in self.fisher) / 2
@@ -56,12 +71,7 @@ class Surroundings:
 
     def __call__(self, number: int) -> dict[str, Tensor]:
         """Displacement `number`, by parameter."""
-        drawn = self._drawn(self.temperature, number)
-        return {
-            name: part
-            for place, z in zip(self.places, drawn, strict=True)
-            for name, part in zip(place.block.parameters, place.block.split(z), strict=True)
-        }
+        return by_parameter(self.places, self._drawn(self.temperature, number))
 
     def _drawn(self, temperature: float, number: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed((self.seed << 20) + number)
@@ -89,13 +99,26 @@ class Surroundings:
 @torch.no_grad()
 def surroundings(posterior: Posterior, fisher: Fisher, strength: float, rise: float, seed: int) -> Surroundings | None:
     """Where the weights may go after a task whose Fisher is this; None where no block has weights and a Fisher."""
-    trial = with_task(posterior, fisher, strength)
-    weights, places = trial.weights(), []
-    for held in trial.held.values():
+    found = places(with_task(posterior, fisher, strength), fisher)
+    return Surroundings(found, fisher.examples, rise, seed) if found else None
+
+
+def places(posterior: Posterior, fisher: Fisher) -> list[Place]:
+    """The blocks that have weights and of which the task says something, in a posterior that knows the task."""
+    weights, found = posterior.weights(), []
+    for held in posterior.held.values():
         square = float(held.matrix(weights).detach().square().mean())
         if square > 0 and fisher.speaks_of(held.block):
-            places.append(Place(held.block, held.precision, fisher.terms[held.block.name], square))
-    return Surroundings(places, fisher.examples, rise, seed) if places else None
+            found.append(Place(held.block, held.precision, fisher.terms[held.block.name], square))
+    return found
+
+
+def by_parameter(places: Sequence[Place], displacements: Sequence[Tensor]) -> dict[str, Tensor]:
+    """A displacement of every place, by parameter."""
+    found: dict[str, Tensor] = {}
+    for place, z in zip(places, displacements, strict=True):
+        found.update(place.block.scatter(z))
+    return found
 
 
 def with_task(posterior: Posterior, fisher: Fisher, strength: float) -> Posterior:

@@ -61,6 +61,10 @@ class Block:
         """`matrix` of parameters given by name."""
         return self.matrix([tensors[name] for name in self.parameters])
 
+    def scatter(self, matrix: Tensor) -> dict[str, Tensor]:
+        """The inverse of `gather`: what a matrix in the shape of the block is to each parameter, by name."""
+        return dict(zip(self.parameters, self.split(matrix), strict=True))
+
     def made_direct(self) -> list[Block]:
         """The same parameters, each in a direct block of its own."""
         return [direct(name, shape) for name, shape in zip(self.parameters, self.shapes, strict=True)]

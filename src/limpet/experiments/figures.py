@@ -190,6 +190,9 @@ def curves_through_training(experiment: Experiment) -> Any:
     labels = [label for label in CURVES if experiment.has(label) and experiment.best(label).records[0].curve]
     if not labels:
         return None
+    # the axis is epochs, so only runs with as many of them go beside each other
+    length = len(experiment.best(labels[0]).records[0].curve)
+    labels = [label for label in labels if len(experiment.best(label).records[0].curve) == length]
     names = experiment.best(labels[0]).records[0].names
     figure, axes = _axes(len(names), 1, (6.5, 1.5 * len(names)), sharex=True)
     alone = experiment.best("one-network-per-task").records if experiment.has("one-network-per-task") else ()

@@ -1,7 +1,8 @@
-"""Linear algebra that does not give up: a symmetric eigensolver and conjugate gradients."""
+"""Numerics that do not give up: a symmetric eigensolver, conjugate gradients, bisection."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -71,3 +72,15 @@ def conjugate_gradients(
         rho, previous = (residual * z).sum(), rho
         direction = z + (rho / previous) * direction
     return x
+
+
+def bisected(holds: Callable[[float], bool], *, furthest: float, close: float) -> tuple[float, float]:
+    """The last number > 0 for which something holds that holds for small ones, and the first for which it does not.
+
+    Between exp(-furthest) and exp(furthest), to a factor of exp(close).
+    """
+    low, high = -furthest, furthest
+    while high - low > close:
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(math.exp(middle)) else (low, middle)
+    return math.exp(low), math.exp(high)
