@@ -15,10 +15,11 @@ from torch.func import functional_call
 
 import limpet
 import networks
-from limpet.calibration import EXPECTED, KEPT, LEAST, MARGIN, RISES, Curve, History, _step, measure
+from limpet.calibration import EXPECTED, KEPT, MARGIN, Curve, History
 from limpet.errors import LimpetError, MemoryFileError, UnsupportedError
 from limpet.likelihoods import Categorical
-from limpet.surroundings import places
+from limpet.measuring import LEAST, RISES, SURE, Look, held_back, measure, towards
+from limpet.surroundings import by_parameter, places
 from reference import dense_fisher
 from reference import measure as measured_fisher
 
@@ -106,7 +107,7 @@ def test_points_are_the_dense_quadratic_and_the_loss_at_the_pushed_weights(struc
     seen = len(rows)  # so few examples that all are looked at
     expected = []
     for number, rise in enumerate(RISES):
-        step = _step(blocks, rise * len(x))
+        step = held_back(blocks, rise * len(x))
         generator = torch.Generator().manual_seed((5 << 20) + number)
         pushes = [block.push(step, generator) for block in blocks]
         quadratic = 0.0
@@ -158,6 +159,84 @@ def test_the_fisher_of_the_curve_is_that_of_the_task() -> None:
         z = torch.randn(block.precision.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         F = dense_fisher(memory.model, held.block, x, y, Categorical())
         assert block.rise(z) == pytest.approx(float(z.flatten() @ F @ z.flatten()) / 2, rel=1e-3)
+
+
+def some_classes(n: int = 120) -> tuple[nn.Module, Tensor, Tensor]:
+    """Six outputs of which the task has three labels."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 6)).double()
+    return model, torch.randn(n, 3, dtype=torch.float64), torch.randint(0, 3, (n,))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_way_to_new_labels_is_the_inverse_of_the_dense_precision(structure: str) -> None:
+    model, x, y = some_classes()
+    memory = limpet.OnlineLaplace(model, structure=structure, prior_precision=0.7)
+    fisher = measured_fisher(memory.model, [(x, y)], Categorical(), structure)
+    memory._settle([fisher], None)
+    look = Look(model, [(x, y)], Categorical(), None, seed=5)
+    start = look.loss({})
+    gradient = look.towards_unseen()
+    assert gradient is not None
+    labels = Categorical().relabelled(y, torch.tensor([3, 4, 5]), torch.Generator().manual_seed(5))
+    assert set(labels.tolist()) == {3, 4, 5}
+    wanted = torch.autograd.grad(-nn.functional.cross_entropy(model(x), labels), list(model.parameters()))
+    for (name, _), part in zip(model.named_parameters(), wanted, strict=True):
+        assert torch.allclose(gradient[name], part)
+    blocks = places(memory.posterior, fisher)
+    solved = []
+    for held in memory.posterior.held.values():
+        precision = held.precision.eigenbasis if structure == "kronecker-sum" else held.precision  # type: ignore[attr-defined]
+        flat = held.block.gather(gradient).flatten()
+        solved.append(torch.linalg.solve(precision.dense().double(), flat).reshape(held.block.shape))
+    before = 0.0
+    for rise, (pushed,) in zip(RISES, towards(blocks, gradient, len(x)), strict=True):
+        for z, direction in zip(pushed, solved, strict=True):
+            assert torch.allclose(z / z.norm(), direction / direction.norm(), atol=1e-5)
+        assert sum(b.rise(z) for b, z in zip(blocks, pushed, strict=True)) / len(x) == pytest.approx(rise)
+        now = look.loss(by_parameter(blocks, pushed)) - start
+        assert now > before  # new labels are never free
+        before = now
+
+
+def test_only_labels_that_are_missing_for_a_reason_are_new() -> None:
+    model, x, y = some_classes()
+    likelihood = Categorical()
+
+    def new_labels(targets: Tensor, rows: int = 120, likelihood: Any = likelihood) -> bool:
+        look = Look(model, [(x[:rows], targets[:rows])], likelihood, None, seed=0)
+        look.loss({})
+        return look.towards_unseen() is not None
+
+    assert new_labels(y)
+    assert not new_labels(y, rows=SURE * 6 - 1)  # too few to tell
+    assert not new_labels(torch.arange(120) % 6)
+    masked = y.clone()
+    masked[:10] = -100
+    assert not new_labels(masked)  # what is ignored does not count
+    assert torch.equal(likelihood.label_counts(model(x), masked), torch.bincount(y[10:], minlength=6))
+    assert bool((likelihood.relabelled(masked, torch.tensor([4]), None)[:10] == -100).all())
+    assert limpet.Gaussian().label_counts(model(x), model(x)) is None
+
+
+def test_new_labels_make_an_automatic_strength_hold_harder() -> None:
+    model, x, y = some_classes(1200)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for _ in range(100):
+        optimizer.zero_grad()
+        torch.autograd.backward(nn.functional.cross_entropy(model(x), (x[:, 0] > 0).long() + (x[:, 1] > 0).long()))
+        optimizer.step()
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    closed = nn.Sequential(*copy.deepcopy(model)[:2], nn.Linear(4, 3).double())
+    with torch.no_grad():  # the same function of the same data, without outputs that never came
+        closed[2].weight.copy_(model[2].weight[:3])
+        closed[2].bias.copy_(model[2].bias[:3])
+    strengths = []
+    for network in (model, closed):
+        memory = limpet.OnlineLaplace(network, strength="auto")
+        memory.consolidate([(x, y)])
+        strengths.append(memory.history.tasks[0].curve.strength)
+    assert strengths[0] > 3 * strengths[1]
 
 
 def test_data_without_targets_take_the_models_own() -> None:

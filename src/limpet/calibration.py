@@ -3,13 +3,7 @@
     rise = R(q),    q = 1/2 dw^T F dw / N
 
 At the mode the quadratic is right; at the distances to which new tasks push the weights the loss rises faster. How much
-faster, a task's own data tell: the weights are pushed as a new task would push them and the loss is looked at,
-
-    z = (I + s L)^-1 e,    e ~ N(0, 2 v I),
-
-with v the mean square of a block's weights, so that e leads from them to other weights of their size, and s, by which
-the memory holds against it, such that z is predicted to raise the loss by a stated q. The mean of z and -z leaves out
-what is odd in z: at the mode of a penalised loss the gradient is not zero.
+faster, a task's own data tell (`limpet.measuring`); a handful of numbers is kept.
 """
 
 from __future__ import annotations
@@ -22,30 +16,13 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from limpet.curvature import Fisher, Forward, call, named_parameters, prepared, shifted, untouched
 from limpet.errors import finite_number, positive_whole
-from limpet.likelihoods import Likelihood
-from limpet.posterior import Posterior
-from limpet.precision.linalg import bisected
-from limpet.surroundings import Place, by_parameter, places
 
 EXPECTED = 0.06
 """The q that a task is expected to have behind it in the end, in nats per example; strengths are for there."""
 
 MARGIN = 2.0
 """Strengths are so many times what training examples say: the loss on others rises more. From permuted MNIST."""
-
-RISES = (0.002, 0.006, 0.02, 0.06, 0.2)
-"""The predicted rises, in nats per example, at which the true one is measured."""
-
-SHARE = 0.05
-"""The work of measuring, as a share of that of the curvature pass."""
-
-LEAST = 16
-"""Examples that are looked at however few the pass took."""
 
 KEPT = 64
 """Tasks that are remembered one by one; beyond them the two oldest become one."""
@@ -187,71 +164,3 @@ def _merged(a: Known, b: Known) -> Known:
     points = ((q, (a.examples * a.curve(q) + b.examples * b.curve(q)) / examples) for q in places)
     since = (a.examples * a.since + b.examples * b.since) / examples
     return Known(examples, Curve.through(points), since)
-
-
-# --- measuring -------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forward: Forward | None, seed: int) -> Curve:
-    """The curve of a task whose Fisher has just been added to the posterior, at the weights as they are."""
-    blocks = places(posterior, fisher)
-    # a backward pass costs two forward ones
-    rows = round(SHARE * fisher.rows * (1 + 2 * fisher.roots) / (2 * len(RISES) + 1))
-    look = Look(posterior.model, fisher.first.take(max(rows, LEAST)), likelihood, forward, seed)
-    if not blocks or not look.batches:
-        return Curve()
-    tasks = max(held.tasks for held in posterior.held.values())
-    points = []
-    with untouched(posterior.model):
-        start = look.loss({})
-        for number, rise in enumerate(RISES):
-            step = _step(blocks, rise * fisher.examples * tasks)
-            generator = torch.Generator().manual_seed((seed << 20) + number)
-            pushes = [block.push(step, generator) for block in blocks]
-            predicted = sum(block.rise(z) for block, z in zip(blocks, pushes, strict=True)) / fisher.examples
-            both = [look.loss(by_parameter(blocks, [sign * z for z in pushes])) for sign in (1.0, -1.0)]
-            points.append((predicted, fisher.loss_scale * (sum(both) / 2 - start)))
-            if not step:
-                break  # nothing holds against the push any more: there is no further to go
-    return Curve.through(points)
-
-
-def _step(blocks: Sequence[Place], rise: float) -> float:
-    """The step at which a push is expected to have this rise under the Fisher of all tasks; 0 where none has."""
-
-    def expected(step: float) -> float:
-        return sum(2 * block.square * block.spectrum.expected_rise(step) for block in blocks)
-
-    if expected(0.0) <= rise:
-        return 0.0
-    return bisected(lambda step: expected(step) > rise, furthest=30.0, close=0.2)[1]
-
-
-class Look:
-    """The loss on some examples, at weights around those that the model has. `untouched` is for who looks."""
-
-    def __init__(
-        self, model: nn.Module, batches: Iterable[Any], likelihood: Likelihood, forward: Forward | None, seed: int
-    ) -> None:
-        self.model, self.likelihood, self.forward = model, likelihood, forward
-        self.parameters = named_parameters(model)
-        device = next(iter(self.parameters.values())).device
-        self.generator = torch.Generator(device).manual_seed(seed)
-        self.batches = [prepared(batch, device) for batch in batches]
-        self.targets: list[Any] = []
-
-    @torch.no_grad()
-    def loss(self, displacement: Mapping[str, Tensor]) -> float:
-        """The mean negative log likelihood at weights + displacement."""
-        total, count = 0.0, 0
-        with shifted(self.parameters, displacement):
-            for number, batch in enumerate(self.batches):
-                outputs, targets = call(self.model, batch, self.forward)
-                if targets is None:  # then the model's own, where the first look is taken
-                    if number == len(self.targets):
-                        self.targets.append(self.likelihood.sample(outputs, self.generator))
-                    targets = self.targets[number]
-                total += float(self.likelihood.negative_log_likelihood(outputs, targets))
-                count += self.likelihood.count(outputs, targets)
-        return total / count

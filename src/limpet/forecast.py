@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from limpet.calibration import History, Look
+from limpet.calibration import History
 from limpet.curvature import FisherPass, named_parameters, shifted, untouched
+from limpet.measuring import Look
 from limpet.posterior import Posterior
 
 

@@ -9,7 +9,7 @@ directions that nothing holds, no weight moves further than weights are large.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,6 +25,9 @@ from limpet.precision.base import noise
 
 CLOSE = 0.05
 """How near the predicted rise has to come to the one asked for, relatively."""
+
+FLOOR = 1e-6
+"""What holds in directions where nothing does, as a share of what holds the most."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,12 @@ class Place:
         """
         drawn = noise(self.spectrum.fisher.shape, self.spectrum.fisher, generator)
         return self.spectrum.back(math.sqrt(2 * self.square) * drawn / self.spectrum.resistance(step))
+
+    def followed(self, gradient: Mapping[str, Tensor]) -> Tensor:
+        """L^-1 gradient: where the block goes that something pulls on and L holds."""
+        pulled = self.spectrum.into(self.block.gather(gradient).to(self.spectrum.total))
+        held = self.spectrum.prior + self.spectrum.total
+        return self.spectrum.back(pulled / held.clamp_min(FLOOR * float(held.max())))
 
     def rise(self, z: Tensor) -> float:
         """1/2 z^T F z."""

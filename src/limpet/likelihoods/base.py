@@ -64,6 +64,14 @@ class Likelihood(ABC):
         """What the Fisher is multiplied by in the end."""
         return 1.0
 
+    def label_counts(self, outputs: Outputs, targets: Any) -> Tensor | None:
+        """How often each label is among the targets; None where targets are no labels."""
+        return None
+
+    def relabelled(self, targets: Any, labels: Tensor, generator: torch.Generator | None) -> Any:
+        """Targets of the same form, drawn from some labels alike."""
+        raise UnsupportedError(f"the {self.name} likelihood has no labels")
+
     def describe(self) -> dict[str, Any]:
         """Name and options as plain JSON values, for a memory's file."""
         return {"name": self.name}

@@ -86,6 +86,14 @@ class Categorical(Likelihood):
             return logits[..., 0].numel()
         return int((labels != self.ignore_index).sum())
 
+    def label_counts(self, outputs: Outputs, targets: Any) -> Tensor:
+        classes = self._logits(outputs).shape[-1]
+        return torch.bincount(targets[targets != self.ignore_index].flatten().to(outputs.device), minlength=classes)
+
+    def relabelled(self, targets: Tensor, labels: Tensor, generator: torch.Generator | None) -> Tensor:
+        drawn = labels[torch.randint(len(labels), targets.shape, generator=generator, device=labels.device)]
+        return drawn.masked_fill((targets == self.ignore_index).to(drawn.device), self.ignore_index)
+
     def sample(self, outputs: Outputs, generator: torch.Generator | None) -> Tensor:
         probabilities = self._logits(outputs).softmax(-1)
         drawn = torch.multinomial(probabilities.flatten(0, -2), 1, generator=generator)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from limpet import store
-from limpet.calibration import Curve, measure
+from limpet.calibration import Curve
 from limpet.curvature import (
     DIRECT,
     FISHERS,
@@ -32,6 +32,7 @@ from limpet.errors import (
 )
 from limpet.forecast import Forecast, fresh_forecast
 from limpet.likelihoods import Likelihood
+from limpet.measuring import measure
 from limpet.methods.memory import MAX_SIDE, Memory
 from limpet.posterior import Held, Posterior
 from limpet.precision import Precision

@@ -1,0 +1,158 @@
+"""A task's curve (`limpet.calibration`): the weights are pushed as a new task would push them, the loss is looked at.
+
+Nobody knows where a new task will push. It pulls in all directions alike, and the memory holds against it:
+
+    z = (I + s L)^-1 e,    e ~ N(0, 2 v I),
+
+with v the mean square of a block's weights, so that e leads from them to other weights of their size, and s, by which
+the memory holds, such that z is predicted to raise the loss by a stated q. The mean of z and -z leaves out what is odd
+in z: at the mode of a penalised loss the gradient is not zero.
+
+But where the outputs have labels that the task never had, it is known: the next task will have them. Then
+
+    z = t L^-1 g,    g = gradient of the log likelihood of labels that were never seen,
+
+the direction in which a penalised loss moves from its mode. It leads to a wall: outputs that were never wanted are
+saturated, so the loss does not rise at all, and then by as much as the labels are given up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from limpet.calibration import Curve
+from limpet.curvature import Fisher, Forward, call, named_parameters, prepared, shifted, untouched
+from limpet.likelihoods import Likelihood
+from limpet.posterior import Posterior
+from limpet.precision.linalg import bisected
+from limpet.surroundings import Place, by_parameter, places
+
+RISES = (0.002, 0.006, 0.02, 0.06, 0.2)
+"""The predicted rises, in nats per example, at which the true one is measured."""
+
+SHARE = 0.05
+"""The work of measuring, as a share of that of the curvature pass."""
+
+LEAST = 16
+"""Examples that are looked at however few the pass took."""
+
+SURE = 20
+"""A label is missing for a reason, not by chance, where there would have been so many of each."""
+
+
+@torch.no_grad()
+def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forward: Forward | None, seed: int) -> Curve:
+    """The curve of a task whose Fisher has just been added to the posterior, at the weights as they are."""
+    blocks = places(posterior, fisher)
+    # a backward pass costs two forward ones
+    rows = round(SHARE * fisher.rows * (1 + 2 * fisher.roots) / (2 * len(RISES) + 1))
+    look = Look(posterior.model, fisher.first.take(max(rows, LEAST)), likelihood, forward, seed)
+    if not blocks or not look.batches:
+        return Curve()
+    points = []
+    with untouched(posterior.model):
+        start = look.loss({})
+        gradient = look.towards_unseen()
+        if gradient is None:
+            tasks = max(held.tasks for held in posterior.held.values())
+            pushes = anywhere(blocks, fisher.examples * tasks, seed)
+        else:
+            pushes = towards(blocks, gradient, fisher.examples)
+        for displacements in pushes:
+            predicted = sum(block.rise(z) for block, z in zip(blocks, displacements[0], strict=True)) / fisher.examples
+            losses = [look.loss(by_parameter(blocks, z)) for z in displacements]
+            points.append((predicted, fisher.loss_scale * (sum(losses) / len(losses) - start)))
+    return Curve.through(points)
+
+
+Displacements = list[list[Tensor]]
+"""Ways to go that are predicted to raise the loss alike; each is a displacement of every place."""
+
+
+def anywhere(blocks: Sequence[Place], examples: int, seed: int) -> Iterator[Displacements]:
+    """In all directions, and back: for every rise, z and -z."""
+    for number, rise in enumerate(RISES):
+        step = held_back(blocks, rise * examples)
+        generator = torch.Generator().manual_seed((seed << 20) + number)
+        pushed = [block.push(step, generator) for block in blocks]
+        yield [pushed, [-z for z in pushed]]
+        if not step:
+            break  # nothing holds against the push any more: there is no further to go
+
+
+def towards(blocks: Sequence[Place], gradient: Mapping[str, Tensor], examples: int) -> Iterator[Displacements]:
+    """Along L^-1 gradient, as far as every rise."""
+    direction = [block.followed(gradient) for block in blocks]
+    predicted = sum(block.rise(z) for block, z in zip(blocks, direction, strict=True)) / examples
+    if predicted > 0 and math.isfinite(predicted):
+        yield from ([[math.sqrt(rise / predicted) * z for z in direction]] for rise in RISES)
+
+
+def held_back(blocks: Sequence[Place], rise: float) -> float:
+    """The step at which a push is expected to have this rise under the Fisher of all tasks; 0 where none has."""
+
+    def expected(step: float) -> float:
+        return sum(2 * block.square * block.spectrum.expected_rise(step) for block in blocks)
+
+    if expected(0.0) <= rise:
+        return 0.0
+    return bisected(lambda step: expected(step) > rise, furthest=30.0, close=0.2)[1]
+
+
+class Look:
+    """The loss on some examples, at weights around those that the model has. `untouched` is for who looks."""
+
+    def __init__(
+        self, model: nn.Module, batches: Iterable[Any], likelihood: Likelihood, forward: Forward | None, seed: int
+    ) -> None:
+        self.model, self.likelihood, self.forward = model, likelihood, forward
+        self.parameters = named_parameters(model)
+        device = next(iter(self.parameters.values())).device
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.batches = [prepared(batch, device) for batch in batches]
+        self.targets: list[Any] = []
+        self.labels: Tensor | None = None  # how often each was there
+
+    @torch.no_grad()
+    def loss(self, displacement: Mapping[str, Tensor]) -> float:
+        """The mean negative log likelihood at weights + displacement."""
+        total, count = 0.0, 0
+        with shifted(self.parameters, displacement):
+            for number, batch in enumerate(self.batches):
+                outputs, targets = call(self.model, batch, self.forward)
+                if number == len(self.targets):
+                    self._meet(outputs, targets)
+                targets = self.targets[number]
+                total += float(self.likelihood.negative_log_likelihood(outputs, targets))
+                count += self.likelihood.count(outputs, targets)
+        return total / count
+
+    def _meet(self, outputs: Any, targets: Any) -> None:
+        """A batch that is seen for the first time: its targets, or the model's own where it has none."""
+        targets = self.likelihood.sample(outputs, self.generator) if targets is None else targets
+        self.targets.append(targets)
+        counts = self.likelihood.label_counts(outputs, targets)
+        if counts is not None:
+            self.labels = counts if self.labels is None else self.labels + counts
+
+    def towards_unseen(self) -> dict[str, Tensor] | None:
+        """The gradient of the mean log likelihood of labels that never came; None where all did. After `loss`."""
+        if self.labels is None or self.labels.sum() < SURE * len(self.labels) or self.labels.all():
+            return None
+        unseen = (self.labels == 0).nonzero().squeeze(1)
+        wanted = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        gradient = {name: torch.zeros_like(p) for name, p in wanted.items()}
+        for batch, targets in zip(self.batches, self.targets, strict=True):
+            with torch.enable_grad():
+                outputs, _ = call(self.model, batch, self.forward)
+                loss = self.likelihood.loss(outputs, self.likelihood.relabelled(targets, unseen, self.generator))
+            found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+            for name, part in zip(wanted, found, strict=True):
+                if part is not None:
+                    gradient[name] -= part
+        return gradient
