@@ -1,4 +1,4 @@
-"""What limpet costs, as ratios to the bare run: the curvature pass and the protected step.
+"""What limpet costs, as ratios to the bare run: the curvature pass, the curve after it, and the protected step.
 
     python benchmarks/overhead.py                 print the table
     python benchmarks/overhead.py --output F      and write it to a Markdown file
@@ -12,7 +12,7 @@ import argparse
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import limpet
-from limpet.curvature import FisherPass, Structure, discover
+from limpet.curvature import Fisher, FisherPass, Structure, discover
+from limpet.measuring import measure as measure_curve
 
 BATCH = 250
 BATCHES = 40
@@ -29,6 +30,8 @@ BOUNDS = {
     "MLP: curvature pass, exact": 5.5,
     "LeNet: curvature pass, sampled": 3.3,
     "LeNet: curvature pass, exact": 6.0,
+    "MLP: the curve, of the pass it belongs to": 0.15,
+    "LeNet: the curve, of the pass it belongs to": 0.15,
     "MLP: protected step, proximal, every=8": 1.25,
     "MLP: protected step, gradient": 2.4,
     "MLP: protected step, gradient, memory of two tasks": 2.4,
@@ -54,7 +57,7 @@ def data(*shape: int, batches: int = BATCHES) -> Batches:
     return [(torch.randn(BATCH, *shape), torch.randint(0, 10, (BATCH,))) for _ in range(batches)]
 
 
-def interleaved(cases: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """The seconds of every case in every round, after one round to warm up."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(rounds + 1):
@@ -89,6 +92,23 @@ def curvature(label: str, model: nn.Module, batches: Batches, rounds: int) -> di
 
     times = interleaved({"bare": bare, "sampled": measure("sampled"), "exact": measure("exact")}, rounds)
     return {f"{label}: curvature pass, {kind}": ratio(times, kind) for kind in ("sampled", "exact")}
+
+
+def curve(label: str, model: nn.Module, batches: Batches, rounds: int) -> dict[str, float]:
+    """Measuring how the loss really rises, against the curvature pass at the end of which it is done."""
+    structure, likelihood = Structure("kronecker", 4096), limpet.Categorical()
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate(batches, progress=False)
+
+    def run() -> Fisher:
+        return FisherPass(model, discover(model), likelihood, structure, fisher="exact").run(batches, progress=False)
+
+    fisher = run()
+    cases: dict[str, Callable[[], object]] = {
+        "bare": run,
+        "curve": lambda: measure_curve(memory.posterior, fisher, likelihood, None, 0),
+    }
+    return {f"{label}: the curve, of the pass it belongs to": ratio(interleaved(cases, rounds), "curve")}
 
 
 def steps(label: str, model: nn.Module, batches: Batches, rounds: int) -> dict[str, float]:
@@ -128,6 +148,8 @@ def measure(rounds: int) -> dict[str, float]:
     torch.manual_seed(0)
     found = curvature("MLP", mlp(), data(784), rounds)
     found |= curvature("LeNet", lenet(), data(3, 32, 32, batches=4), max(rounds // 2, 3))
+    found |= curve("MLP", mlp(), data(784), rounds)
+    found |= curve("LeNet", lenet(), data(3, 32, 32, batches=4), max(rounds // 2, 3))
     found |= steps("MLP", mlp(), data(784), rounds)
     return found
 

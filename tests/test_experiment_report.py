@@ -19,7 +19,9 @@ from limpet.experiments.report import report, table
 ROWS = [[90.0, 20.0], [80.0, 92.0, 10.0], [70.0, 85.0, 94.0]]
 
 
-def record(method: str, structure: str | None, strength: float, seed: int, shift: float = 0.0, **more: Any) -> Record:
+def record(
+    method: str, structure: str | None, strength: float | str, seed: int, shift: float = 0.0, **more: Any
+) -> Record:
     recipe = checked(
         Recipe,
         {
@@ -78,6 +80,18 @@ def test_the_best_of_those_with_most_seeds_stands_for_a_method(tmp_path: Path) -
     assert best.mean == pytest.approx(83.05) and best.spread == pytest.approx(0.1 / 2**0.5)
     assert experiment.labels() == ["joint", "online-laplace/kronecker", "online-laplace/diagonal", "fine-tuning"]
     assert _statistic(best, min) == ([1, 2, 3], pytest.approx([90.05, 80.05, 70.05]))
+
+
+def test_a_table_also_shows_strengths_that_the_memory_chose(tmp_path: Path) -> None:
+    made = [*some_records(), record("online-laplace", "kronecker", "auto", 0, shift=-1.0)]
+    (experiment,) = gather([write(tmp_path / "runs", made)])
+    shown = [(row.label, row.strength_text, round(row.mean, 2)) for row in experiment.rows()]
+    assert shown[:3] == [
+        ("joint", "1", 85.0),
+        ("online-laplace/kronecker", "3", 83.05),
+        ("online-laplace/kronecker", "auto", 82.0),
+    ]
+    assert [row.label for row in experiment.rows()[3:]] == experiment.labels()[2:]
 
 
 def test_report_writes_everything_and_again_from_its_own_records(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import yaml
 import limpet
 from limpet.errors import LimpetError
 from limpet.experiments import METHODS, SEQUENCES, Examples, Recipe, Record, TaskSequence, Watcher, load_preset, run
+from limpet.experiments.methods import Method
 from limpet.experiments.metrics import score
 from limpet.experiments.networks import build
 from limpet.experiments.recipe import checked, parse_setting, preset_names
@@ -65,7 +66,7 @@ class StopAt(Watcher):
     def __init__(self, moment: int) -> None:
         self.left = moment
 
-    def updated(self, task: int, epoch: int, done: int, total: int) -> None:
+    def updated(self, task: int, epoch: int, done: int, total: int, method: Method) -> None:
         self.left -= 1
         if self.left == 0:
             raise StoppedError
@@ -81,6 +82,7 @@ ALL = [
     ("online-laplace", "kronecker-sum", {}),
     ("per-task-laplace", "diagonal", {"memory": {"mode": "gradient", "strength": 0.1}}),
     ("approximate-laplace", "kronecker", {"memory": {"limit": 50}}),
+    ("online-laplace", "kronecker", {"memory": {"budget": 0.02}}),
     ("si", None, {"training": {"optimizer": "adam", "lr": 0.01}}),
     (
         "si",

@@ -76,7 +76,8 @@ def run_command(
     limpet run permuted-mnist --method online-laplace --structure kronecker --seed 0 --seed 1
     """
     from limpet.experiments import run
-    from limpet.experiments.console import Bars, show_metrics
+    from limpet.experiments.console import show_metrics
+    from limpet.experiments.panel import Panel
 
     chosen, _, words = _recipe(
         experiment, method, structure, tasks, scenario, strength, epochs, preset, setting, files, threads
@@ -86,8 +87,8 @@ def run_command(
     for number in seed:
         recipe = chosen.model_copy(update={"seed": number})
         folder = out or _folder(recipe, words) / f"seed{number}"
-        with Bars(f"{_key(recipe)}, {recipe.label}, seed {number}", console) as bars:
-            record = run(recipe, folder, resume=resume, watcher=bars, checkpoint_seconds=checkpoint_seconds)
+        with Panel(f"{_key(recipe)}, {recipe.label}, seed {number}", console) as panel:
+            record = run(recipe, folder, resume=resume, watcher=panel, checkpoint_seconds=checkpoint_seconds)
         show_metrics(console, record)
         console.print(f"  [dim]{folder}[/dim]", highlight=False)
 

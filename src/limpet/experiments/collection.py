@@ -31,18 +31,21 @@ class Variant:
     def name(self) -> str:
         """A name for files, that no other variant has."""
         digest = hashlib.sha256(_settings(self.records[0].recipe).encode()).hexdigest()[:6]
-        return f"{self.label.replace('/', '-')}-{self.strength_text}-{digest}"
+        return f"{self.label.replace('/', '-')}-{self.strength_text.replace(' ', '-')}-{digest}"
 
     @property
     def strength(self) -> float | None:
         """What the Fisher was multiplied by; None where the memory chose it."""
-        strength = self.records[0].recipe.memory.strength
-        return None if isinstance(strength, str) else strength
+        holding = self.records[0].recipe.memory
+        return None if isinstance(holding.strength, str) or holding.budget is not None else holding.strength
 
     @property
     def strength_text(self) -> str:
         """The strength for people to read."""
-        return "auto" if self.strength is None else f"{self.strength:g}"
+        if self.strength is not None:
+            return f"{self.strength:g}"
+        budget = self.records[0].recipe.memory.budget
+        return "auto" if budget is None else f"budget {budget:g}"
 
     @cached_property
     def scores(self) -> list[float]:
@@ -94,6 +97,12 @@ class Experiment:
         """What stands for the method: of the variants with most seeds the one with the best mean."""
         return max(self.of(label), key=lambda v: (len(v.records), v.mean))
 
+    def rows(self) -> list[Variant]:
+        """What a table shows, best first: every method at its best, and memories that chose their own strength."""
+        best = [self.best(label) for label in self.labels()]
+        own = [v for v in self.variants if v.strength is None and v not in best]
+        return sorted([*best, *own], key=lambda variant: variant.mean, reverse=True)
+
     def has(self, label: str) -> bool:
         """Whether the method was run."""
         return any(variant.label == label for variant in self.variants)
@@ -104,8 +113,10 @@ def _by_strength(variant: Variant) -> float:
 
 
 def _settings(recipe: Recipe) -> str:
-    """All that may change the result, but for the seed."""
-    return json.dumps(recipe.model_dump(mode="json", exclude={"seed", "threads", "device", "files"}))
+    """All that may change the result, but for the seed; without defaults, so that a new setting renames nothing."""
+    return json.dumps(
+        recipe.model_dump(mode="json", exclude={"seed", "threads", "device", "files"}, exclude_defaults=True)
+    )
 
 
 def gather(folders: Iterable[Path]) -> list[Experiment]:

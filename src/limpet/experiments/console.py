@@ -1,72 +1,12 @@
-"""What a person at a terminal sees of a run: two bars, and a line for every task."""
+"""Tables for a person at a terminal."""
 
 from __future__ import annotations
 
-import time
-from types import TracebackType
-
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from limpet.experiments.record import Record
-from limpet.experiments.runner import Watcher
 from limpet.inspection import Inspection
-
-
-class Bars(Watcher):
-    """Progress of one run. Off a terminal only the lines are printed."""
-
-    def __init__(self, title: str, console: Console) -> None:
-        self.title, self.console = title, console
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._tasks = self._progress.add_task("tasks", total=None)
-        self._updates = self._progress.add_task("updates", total=None)
-        self._drawn = 0.0
-
-    def __enter__(self) -> Bars:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def begun(self, record: Record, tasks: int) -> None:
-        """The title, and where a run goes on."""
-        self.console.print(f"[bold]{self.title}[/bold]" + (f", from task {record.tasks + 1}" if record.tasks else ""))
-        self._progress.update(self._tasks, total=tasks, completed=record.tasks)
-
-    def updated(self, task: int, epoch: int, done: int, total: int) -> None:
-        """Drawn at most ten times a second: an update of a small network takes a millisecond."""
-        now = time.monotonic()
-        if now - self._drawn > 0.1 or done == total:
-            self._drawn = now
-            self._progress.update(
-                self._updates, description=f"task {task + 1}, epoch {epoch + 1}", completed=done, total=total
-            )
-
-    def learned(self, record: Record) -> None:
-        """A line for the task."""
-        self._progress.update(self._tasks, completed=record.tasks)
-        row = record.accuracy[-1][: record.tasks]
-        if row:
-            seconds = sum(spent[-1] for spent in record.seconds.model_dump().values())
-            self.console.print(
-                f"  {record.names[record.tasks - 1]}: {row[-1]:.1f} %, "
-                f"mean of {record.tasks}: {record.mean_accuracy:.1f} %, first: {row[0]:.1f} %  "
-                f"[dim]{seconds:.0f} s[/dim]",
-                highlight=False,
-            )
 
 
 def show_metrics(console: Console, record: Record) -> None:

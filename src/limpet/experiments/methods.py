@@ -14,8 +14,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,20 @@ from limpet.experiments.registry import Registry
 from limpet.store import State
 
 CURVATURE_BATCH = 1000
+
+
+@dataclass(frozen=True)
+class Glance:
+    """What a method can say while a task is learned, in nats per example."""
+
+    forecast: float | None = None  # the predicted rise of the loss on older tasks,
+    blocks: Mapping[str, float] = field(default_factory=dict)  # the share of each block of weights,
+    budget: float | None = None  # and what is allowed
+    penalty: float | None = None  # as it stands beside the loss
+
+    def numbers(self) -> dict[str, float]:
+        """What is worth a curve in the log."""
+        return {name: value for name in ("forecast", "penalty") if (value := getattr(self, name)) is not None}
 
 
 class Method:
@@ -49,9 +64,9 @@ class Method:
     def learned(self, lesson: Lesson, earlier: Callable[[], Iterable[Lesson]]) -> None:
         """A task is trained; `lesson` is what it was trained on, `earlier()` what the tasks before were."""
 
-    def numbers(self) -> dict[str, float]:
-        """What is worth a curve in the log."""
-        return {}
+    def glance(self) -> Glance:
+        """What is known now, cheap enough to be asked for once a second."""
+        return Glance()
 
     def state(self) -> State:
         """What the method must remember to go on, also in the middle of a task."""
@@ -91,16 +106,23 @@ class WithMemory(Method):
     """A limpet memory holds the network."""
 
     memory: limpet.Memory
+    _examples = 1  # of the task being learned
 
     def hold(self, optimizer: torch.optim.Optimizer, examples: int) -> AbstractContextManager[Any]:
         """`memory.protect`."""
         options = self.recipe.memory
         every = options.every if options.mode != "gradient" and isinstance(optimizer, torch.optim.SGD) else 1
-        return self.memory.protect(optimizer, examples=examples, every=every, mode=options.mode)
+        self._examples = examples
+        return self.memory.protect(optimizer, examples=examples, every=every, mode=options.mode, budget=options.budget)
 
-    def numbers(self) -> dict[str, float]:
-        """The predicted rise of the loss on older tasks."""
-        return {"forecast": float(self.memory.forecast())} if self.memory.tasks else {}
+    @torch.no_grad()
+    def glance(self) -> Glance:
+        """The memory's forecast and penalty."""
+        if not self.memory.tasks:
+            return Glance()
+        forecast = self.memory.forecast()
+        penalty = float(self.memory.penalty()) / self._examples
+        return Glance(float(forecast), forecast.blocks, self.recipe.memory.budget, penalty)
 
     def state(self) -> State:
         """The memory's own."""

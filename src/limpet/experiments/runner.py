@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,8 +38,8 @@ class Watcher:
     def begun(self, record: Record, tasks: int) -> None:
         """The run begins, or goes on."""
 
-    def updated(self, task: int, epoch: int, done: int, total: int) -> None:
-        """Another update of the weights: `done` of the `total` of an epoch."""
+    def updated(self, task: int, epoch: int, done: int, total: int, method: Method) -> None:
+        """Another update of the weights: `done` of the `total` of an epoch. `method.glance()` says more."""
 
     def learned(self, record: Record) -> None:
         """Another task is learned and tested."""
@@ -162,11 +163,12 @@ class Run:
         with self.method.hold(training.optimizer, training.examples):
             while not training.done:
                 epoch = training.position.epoch
+                updated = partial(self.watcher.updated, number, epoch, method=self.method)
                 with self._clock("training"):
-                    loss = training.epoch(lambda *done, at=epoch: self.watcher.updated(number, at, *done))
+                    loss = training.epoch(updated)
                 with self._clock("evaluation"):
                     self._look(number, training)
-                log.epoch(epoch + 1, {"loss": loss, **self.method.numbers()})
+                log.epoch(epoch + 1, {"loss": loss, **self.method.glance().numbers()})
                 self._checkpoint()
         with self._clock("curvature"):
             self.method.learned(training.lessons[-1], lambda: map(self.lessons.lesson, range(number)))
