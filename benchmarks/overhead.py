@@ -35,6 +35,7 @@ BOUNDS = {
     "MLP: protected step, proximal, every=8": 1.25,
     "MLP: protected step, gradient": 2.4,
     "MLP: protected step, gradient, memory of two tasks": 2.4,
+    "LoRA of rank 8, 1536 x 1536: gradient of the penalty, of the dense one": 0.2,
 }
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -142,6 +143,41 @@ def steps(label: str, model: nn.Module, batches: Batches, rounds: int) -> dict[s
     return {f"{label}: protected step, {name}": ratio(times, name) for name in cases if name != "bare"}
 
 
+class Adapted(nn.Module):
+    """A linear layer with a low-rank adapter around it, as adapter libraries build it."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
+        self.scaling = {"default": 2.0}
+
+
+def adapters(rounds: int, side: int = 1536, rank: int = 8) -> dict[str, float]:
+    """The gradient of the penalty in the factors, against that in the whole weight by the fastest dense way."""
+    model = nn.Sequential(nn.Linear(side, side, bias=False))
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate([(torch.randn(200, side), torch.randint(0, side, (200,)))], progress=False)
+    apply = memory.posterior.held["0"].precision.applier()
+    model[0] = Adapted(model[0], rank)  # type: ignore[arg-type]
+    thin = memory.posterior.thin()["0"]
+    (adapter,) = thin.adapters
+
+    @torch.no_grad()
+    def dense() -> None:
+        G = apply(adapter.added(torch.Size((side, side))))
+        adapter.scaling * (G @ adapter.right.mT), adapter.scaling * (adapter.left.mT @ G)
+
+    @torch.no_grad()
+    def factors() -> None:
+        list(thin.gradients(thin.pull(thin.coordinates())))
+
+    times = interleaved({"bare": dense, "thin": factors}, rounds)
+    what = f"LoRA of rank {rank}, {side} x {side}: gradient of the penalty, of the dense one"
+    return {what: ratio(times, "thin")}
+
+
 def measure(rounds: int) -> dict[str, float]:
     """All ratios."""
     torch.set_num_threads(1)
@@ -151,6 +187,7 @@ def measure(rounds: int) -> dict[str, float]:
     found |= curve("MLP", mlp(), data(784), rounds)
     found |= curve("LeNet", lenet(), data(3, 32, 32, batches=4), max(rounds // 2, 3))
     found |= steps("MLP", mlp(), data(784), rounds)
+    found |= adapters(rounds)
     return found
 
 

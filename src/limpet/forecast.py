@@ -48,11 +48,9 @@ class Forecast(float):
 @torch.no_grad()
 def forecast(posterior: Posterior, examples: int, history: History) -> Forecast:
     """The forecast for the weights as they are now, against a memory of so many examples."""
-    weights = posterior.weights()
     quadratics = dict.fromkeys(posterior.held, 0.0)
-    for name, held in posterior.held.items():
-        if held.tasks and examples:
-            quadratics[name] = float(held.precision.fisher().quadratic(held.displacement(weights))) / (2 * examples)
+    for name, rise in posterior.rises().items() if examples else ():
+        quadratics[name] = rise / examples
     q = sum(quadratics.values())
     tasks = history.rises(q)
     return Forecast(history.mean(tasks) if tasks else q, quadratics, tasks)

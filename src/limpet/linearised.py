@@ -19,7 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from limpet.curvature import Forward, call, gradients_at, named_parameters, part, prepared, shifted, untouched
+from limpet.curvature import (
+    Forward,
+    call,
+    gradients_at,
+    named_parameters,
+    part,
+    prepared,
+    shifted,
+    trainable,
+    untouched,
+)
 from limpet.curvature.audit import not_by_example, unseen
 from limpet.curvature.batches import batch_size
 from limpet.curvature.record import Recorder
@@ -67,6 +77,7 @@ def output_distribution(
     recorder = Recorder()
     with (
         untouched(posterior.model),
+        trainable(parameters[name] for block in blocks for name in block.parameters),
         shifted(parameters, posterior.way_to_the_mean()),
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -192,7 +203,7 @@ def _direct(
     like: Tensor,
 ) -> Tensor:
     """The blocks that no layer class covers: one example after another."""
-    weights = posterior.weights()
+    weights = posterior.parameters()
     names = [name for held in blocks for name in held.block.parameters]
     share = torch.zeros_like(like)
     if len(like) > 1 and batch_size(batch) != len(like):

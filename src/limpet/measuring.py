@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from limpet.calibration import Curve
-from limpet.curvature import Fisher, Forward, call, named_parameters, prepared, shifted, untouched
+from limpet.curvature import Fisher, Forward, call, named_parameters, prepared, shifted, trainable, untouched
 from limpet.likelihoods import Likelihood
 from limpet.posterior import Posterior
 from limpet.precision.linalg import bisected
@@ -57,7 +57,7 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
     points = []
     with untouched(posterior.model):
         start = look.loss({})
-        gradient = look.towards_unseen()
+        gradient = look.towards_unseen([name for block in blocks for name in block.block.parameters])
         if gradient is None:
             tasks = max(held.tasks for held in posterior.held.values())
             pushes = anywhere(blocks, fisher.examples * tasks, seed)
@@ -140,19 +140,19 @@ class Look:
         if counts is not None:
             self.labels = counts if self.labels is None else self.labels + counts
 
-    def towards_unseen(self) -> dict[str, Tensor] | None:
+    def towards_unseen(self, names: Sequence[str]) -> dict[str, Tensor] | None:
         """The gradient of the mean log likelihood of labels that never came; None where all did. After `loss`."""
         if self.labels is None or self.labels.sum() < SURE * len(self.labels) or self.labels.all():
             return None
         unseen = (self.labels == 0).nonzero().squeeze(1)
-        wanted = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        gradient = {name: torch.zeros_like(p) for name, p in wanted.items()}
+        wanted = [self.parameters[name] for name in names]
+        gradients = [torch.zeros_like(parameter) for parameter in wanted]
         for batch, targets in zip(self.batches, self.targets, strict=True):
-            with torch.enable_grad():
+            with trainable(wanted), torch.enable_grad():
                 outputs, _ = call(self.model, batch, self.forward)
                 loss = self.likelihood.loss(outputs, self.likelihood.relabelled(targets, unseen, self.generator))
-            found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-            for name, part in zip(wanted, found, strict=True):
+                found = torch.autograd.grad(loss, wanted, allow_unused=True)
+            for gradient, part in zip(gradients, found, strict=True):
                 if part is not None:
-                    gradient[name] -= part
-        return gradient
+                    gradient -= part
+        return dict(zip(names, gradients, strict=True))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from limpet.curvature import DIRECT, Block, Structure, named_parameters
+from limpet.curvature import DIRECT, Block, LowRank, Structure, adapted_parameters, named_parameters
 from limpet.errors import LimpetError, NotProtectedWarning, warn
 from limpet.precision import STRUCTURES, Diagonal, Kronecker, KroneckerSum, Precision
 from limpet.precision.weighted import WeightedSum
+from limpet.thin import Thin
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,27 @@ class Held:
         return self.precision.nbytes + sum(tensor.untyped_storage().nbytes() for tensor in own)
 
 
+class _Acting(Mapping[str, Tensor]):
+    """Parameters by name; what adapters add to one is added when it is asked for."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], adapted: Mapping[nn.Parameter, Sequence[LowRank]]) -> None:
+        self._parameters, self._adapted = parameters, adapted
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight: Tensor = self._parameters[name]
+        for adapter in self._adapted.get(self._parameters[name], ()):
+            added = adapter.added(weight.shape)
+            # in float32 at least: a change that a half-precision weight would round away is one all the same
+            weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + added.to(weight.device)
+        return weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
 class Posterior:
     """All blocks of a model, by name, and the settings by which new ones are started."""
 
@@ -80,10 +102,30 @@ class Posterior:
         self.prior_mean = prior_mean
         self.held: dict[str, Held] = {}
         self.constant = 0.0
+        self._thin: dict[str, Thin] = {}
 
-    def weights(self) -> dict[str, nn.Parameter]:
-        """The model's parameters by name, as they are now."""
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The model's parameters by name."""
         return named_parameters(self.model)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The same as what they act as now: the weight of a layer with adapters is its base with what they add."""
+        parameters, adapted = self.parameters(), adapted_parameters(self.model)
+        return _Acting(parameters, adapted) if adapted else parameters
+
+    def thin(self) -> dict[str, Thin]:
+        """The blocks that train through adapters, by name."""
+        parameters, adapted = self.parameters(), adapted_parameters(self.model)
+        found = {}
+        for name, held in self.held.items() if adapted else ():
+            own = [parameters[parameter] for parameter in held.block.parameters]
+            adapters = [one for parameter in own for one in adapted.get(parameter, ())]
+            if adapters:
+                known = self._thin.get(name)
+                fits = known is not None and known.fits(held, own, adapters)
+                found[name] = known if known is not None and fits else Thin(held, own, adapters)
+        self._thin = found
+        return found
 
     def way_to_the_mean(self) -> dict[str, Tensor]:
         """mean - w, by parameter."""
@@ -94,11 +136,22 @@ class Posterior:
 
     def penalty(self) -> Tensor:
         """The whole penalty, differentiable, not divided by the number of examples."""
-        weights = self.weights()
-        values = [held.value(weights) for held in self.held.values()]
+        weights, thin = self.weights(), self.thin()
+        values = [thin[name].value() if name in thin else held.value(weights) for name, held in self.held.items()]
         if not values:
             raise LimpetError("the memory holds no block: every parameter of the model is frozen or in exclude=[...]")
         return torch.stack([value.to(values[0].device) for value in values]).sum() + self.constant
+
+    def rises(self, without: Collection[str] = ()) -> dict[str, float]:
+        """1/2 (w - mean)^T F (w - mean) of the blocks that hold tasks, by name."""
+        weights, thin = self.weights(), self.thin()
+        return {
+            name: thin[name].rise()
+            if name in thin
+            else float(held.precision.fisher().quadratic(held.displacement(weights))) / 2
+            for name, held in self.held.items()
+            if held.tasks and name not in without
+        }
 
     def start(self, block: Block) -> Held:
         """A block that knows only the prior."""
@@ -167,7 +220,7 @@ class Posterior:
 
     def _drop_deleted(self) -> None:
         """Leave out blocks whose parameters the model no longer has; refuse those that have another shape."""
-        weights = self.weights()
+        weights = self.parameters()
         for name, held in list(self.held.items()):
             shapes = dict(zip(held.block.parameters, held.block.shapes, strict=True))
             gone = [parameter for parameter in shapes if parameter not in weights]
@@ -185,7 +238,7 @@ class Posterior:
 
     def _follow_devices(self) -> None:
         """Move the blocks of a model that went to another device."""
-        weights = self.weights()
+        weights = self.parameters()
         for name, held in self.held.items():
             device = weights[held.block.parameters[0]].device
             if held.mean.device != device:

@@ -83,7 +83,8 @@ def _sampled(
     with untouched(posterior.model):
         for _ in range(draws):
             drawn = sample_weights(posterior, generator, prior_precision)
-            with shifted(parameters, {name: weight - parameters[name] for name, weight in drawn.items()}):
+            now = posterior.weights()
+            with shifted(parameters, {name: weight - now[name] for name, weight in drawn.items()}):
                 outputs, _ = call(posterior.model, batch, forward)
             mean = likelihood.mean(outputs)
             total = mean if total is None else tree_map(torch.add, total, mean)

@@ -26,6 +26,7 @@ from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, positive
 from limpet.optimizers import inner_optimizer, refuse_unsupported
 from limpet.posterior import Held, Posterior
 from limpet.pull import Bound, ProximalState, Pull
+from limpet.thin import scale_down
 
 MODES = ("auto", "proximal", "gradient")
 
@@ -62,7 +63,7 @@ class Protection:
     ) -> None:
         self.posterior = posterior
         self.optimizer = inner_optimizer(optimizer)
-        self.mode = _mode(self.optimizer, mode, every)
+        self.mode, self._asked = _mode(self.optimizer, mode, every), mode
         self.every = every
         self.weight = _weight(examples, reduction, batch_size)
         self.state = state if state is not None and state.every == every else ProximalState(every)
@@ -105,6 +106,14 @@ class Protection:
         """Find the groups of the blocks' parameters. Done anew when the optimizer's groups change under way."""
         refuse_unsupported(self.optimizer)
         self._groups = self._groups_now()
+        adapted = list(self.posterior.thin())
+        if self.mode == "proximal" and adapted:
+            if self._asked == "proximal" or self.every > 1:
+                raise UnsupportedError(
+                    f"{_few(adapted)} train through low-rank adapters, in which no proximal map is closed: leave out "
+                    "mode= and every=, the gradient of the penalty then joins every step"
+                )
+            self.mode = "gradient"
         self._bound = list(self._blocks())
         if not self._bound:
             raise LimpetError(
@@ -132,16 +141,18 @@ class Protection:
 
     def _blocks(self) -> Iterator[Bound]:
         group_of = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
-        weights = self.posterior.weights()
+        weights, thin = self.posterior.parameters(), self.posterior.thin()
         decayed = []
-        for held in self.posterior.held.values():
-            parameters = [weights[name] for name in held.block.parameters]
+        for name, held in self.posterior.held.items():
+            parameters = [weights[parameter] for parameter in held.block.parameters]
             groups = [group_of.get(parameter) for parameter in parameters]
-            if any(group is not None for group in groups):
-                bound = Bound(held, parameters, groups)
+            factors = [p for adapter in thin[name].adapters for p in (adapter.a, adapter.b)] if name in thin else []
+            stepped = {factor: group_of[factor] for factor in factors if factor in group_of}
+            if stepped or any(group is not None for group in groups):
+                bound = Bound(held, parameters, groups, thin=thin.get(name), adapter_groups=stepped)
                 if self._budget is not None:
                     bound.spectrum = held.precision.spectrum()
-                elif self.mode == "gradient":
+                elif self.mode == "gradient" and bound.thin is None:
                     bound.apply = held.precision.applier()
                 yield bound
                 if any(group is not None and group.get("weight_decay") for group in groups):
@@ -201,36 +212,26 @@ class Protection:
             self._sizes = [self._step_size(bound) for bound in self._bound]  # before the step, which it may refuse
 
     def _penalty_gradients(self) -> Iterator[tuple[Bound, Tensor]]:
-        stepped = [b for b in self._bound if any(parameter.grad is not None for parameter in b.parameters)]
-        displacements = [bound.held.displacement(bound.weights()) for bound in stepped]
+        stepped = [bound for bound in self._bound if bound.stepped]
         if self._budget is None:
-            for bound, d in zip(stepped, displacements, strict=True):
-                yield bound, bound.held.gradient(d, bound.apply)
+            for bound in stepped:
+                yield bound, bound.gradient(bound.displacement())
             return
+        coordinates = [bound.coordinates() for bound in stepped]
         spectra = [bound.spectrum for bound in stepped if bound.spectrum is not None]  # there is one with a budget
-        coordinates = [spectrum.into(d) for spectrum, d in zip(spectra, displacements, strict=True)]
         rises = (spectrum.rise(c, 0.0) for spectrum, c in zip(spectra, coordinates, strict=True))
         self.factor = self._budget.follow((sum(rises) + self._others(stepped)) / self._old_examples)
         self.state.count, self.state.multiplier = self.state.count + 1, self._budget.state
-        for bound, spectrum, c in zip(stepped, spectra, coordinates, strict=True):
-            gradient = spectrum.back((spectrum.prior + self.factor * spectrum.total) * c)
-            slope = bound.held.slope
-            yield bound, gradient if slope is None else gradient + slope
+        for bound, c in zip(stepped, coordinates, strict=True):
+            yield bound, bound.multiplied_gradient(c, self.factor)
 
     def _others(self, bounds: list[Bound]) -> float:
         """1/2 d^T F d of the blocks that are not among these."""
-        names = {bound.held.block.name for bound in bounds}
-        weights = self.posterior.weights()
-        return sum(
-            float(held.precision.fisher().quadratic(held.displacement(weights))) / 2
-            for name, held in self.posterior.held.items()
-            if name not in names and held.tasks
-        )
+        return sum(self.posterior.rises(without={bound.held.block.name for bound in bounds}).values())
 
     def _add_gradient(self, bound: Bound, gradient: Tensor, scale: Tensor | None) -> None:
-        parts = bound.held.block.split(gradient)
-        for parameter, group, part in zip(bound.parameters, bound.groups, parts, strict=True):
-            if group is None or parameter.grad is None:
+        for parameter, group, part in bound.parts(gradient):
+            if parameter.grad is None:
                 continue
             weight = -self.weight if group.get("maximize") else self.weight
             if scale is not None:
@@ -282,9 +283,16 @@ class Protection:
     def _pull_once(self) -> None:
         """One proximal map at the end, for those who took gradients and must not end beyond a budget.
 
-        Of a small step, so that the prior, which is in it too, does next to nothing.
+        Of a small step, so that the prior, which is in it too, does next to nothing. No such map is closed in the
+        factors of adapters: they are scaled down, all alike.
         """
-        self._pull_back([Pull(b, 1.0, b.held.displacement(b.weights()), 1e-3 * self.weight) for b in self._bound])
+        whole = [bound for bound in self._bound if bound.thin is None]
+        self._pull_back([Pull(b, 1.0, b.held.displacement(b.weights()), 1e-3 * self.weight) for b in whole])
+        thin = [bound.thin for bound in self._bound if bound.thin is not None]
+        if thin and self._budget is not None:
+            others = self._others([bound for bound in self._bound if bound.thin is not None])
+            left = max(self._budget.quadratic * self._old_examples - others, 0.0)
+            scale_down(thin, left)
 
     def _pull_back(self, pulls: list[Pull]) -> None:
         factor = None

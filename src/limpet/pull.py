@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from limpet.posterior import Held
 from limpet.precision import Spectrum
+from limpet.thin import Thin
 
 
 @dataclass
@@ -32,8 +33,51 @@ class Bound:
     groups: list[dict[str, Any] | None]
     apply: Callable[[Tensor], Tensor] | None = None  # of the precision, ready for many uses
     spectrum: Spectrum | None = None  # where there is a budget
+    thin: Thin | None = None  # where it trains through adapters,
+    adapter_groups: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)  # which have groups of their own
+
+    @property
+    def stepped(self) -> bool:
+        """Whether this step reaches it."""
+        return any(parameter.grad is not None for parameter in (*self.parameters, *self.adapter_groups))
+
+    def displacement(self) -> Tensor:
+        """w - mean, in the block's bases where it trains through adapters."""
+        return self.held.displacement(self.weights()) if self.thin is None else self.thin.coordinates()
+
+    def coordinates(self) -> Tensor:
+        """w - mean in the basis of the spectrum."""
+        assert self.spectrum is not None
+        d = self.displacement()
+        return d if self.thin is not None and self.thin.rotated else self.spectrum.into(d)
+
+    def gradient(self, d: Tensor) -> Tensor:
+        """The gradient of the penalty at a displacement."""
+        return self.held.gradient(d, self.apply) if self.thin is None else self.thin.pull(d)
+
+    def multiplied_gradient(self, coordinates: Tensor, factor: float) -> Tensor:
+        """The same with the sum of strength_t F_t times `factor`, from coordinates in the basis of the spectrum."""
+        assert self.spectrum is not None
+        spectrum, thin = self.spectrum, self.thin
+        gradient = (spectrum.prior + factor * spectrum.total) * coordinates
+        gradient = gradient if thin is not None and thin.rotated else spectrum.back(gradient)
+        slope = self.held.slope if thin is None else thin.slope
+        return gradient if slope is None else gradient + slope
+
+    def parts(self, gradient: Tensor) -> Iterator[tuple[nn.Parameter, dict[str, Any], Tensor]]:
+        """The gradient in every parameter that the optimizer steps, with its group."""
+        if self.thin is not None:
+            for parameter, part in self.thin.gradients(gradient):
+                if parameter in self.adapter_groups:
+                    yield parameter, self.adapter_groups[parameter], part
+        if any(group is not None for group in self.groups):
+            whole = gradient if self.thin is None else self.thin.back(gradient)
+            for parameter, group, part in zip(self.parameters, self.groups, self.held.block.split(whole), strict=True):
+                if group is not None:
+                    yield parameter, group, part
 
     def weights(self) -> dict[str, Tensor]:
+        """The parameters by name."""
         return dict(zip(self.held.block.parameters, self.parameters, strict=True))
 
 

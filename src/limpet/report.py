@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from limpet.curvature import DIRECT, is_excluded, named_parameters, plain
+from limpet.curvature import (
+    DIRECT,
+    adapted_parameters,
+    adapter_parameters,
+    is_excluded,
+    named_parameters,
+    plain,
+)
 from limpet.posterior import Held, Posterior
 from limpet.precision import Kronecker, KroneckerSum
 
@@ -60,14 +67,19 @@ class Report:
 def report(posterior: Posterior, title: str, *, exclude: Collection[str], unused: Collection[str]) -> Report:
     """A row for every parameter of the model, and one for every running statistic."""
     places = {name: held for held in posterior.held.values() for name in held.block.parameters}
+    adapted = adapted_parameters(posterior.model)
+    parts = adapter_parameters(posterior.model)
     rows = []
     for name, parameter in named_parameters(posterior.model).items():
         held = places.get(name)
         shape = tuple(parameter.shape)
-        if held is None:
+        if held is None and parameter in parts and adapted:
+            note = "part of an adapter: what it adds to its layer's weight is held"
+            rows.append(Row(name, shape, "", "", 0, not is_excluded(name, exclude), note))
+        elif held is None:
             rows.append(Row(name, shape, "", "", 0, False, _why_not(name, parameter, exclude)))
         else:
-            note = _note(held, name, parameter, unused)
+            note = _note(held, name, parameter, unused, bool(adapted.get(parameter)))
             rows.append(Row(name, shape, held.block.name, structure_of(held), _share(held, name), True, note))
     for name, size in running_statistics(posterior.model).items():
         rows.append(Row(name, size, "", "", 0, False, "running statistics: they follow the newest data"))
@@ -85,15 +97,19 @@ def structure_of(held: Held) -> str:
     return f"{kind} ({'/'.join(sides)} diagonal)" if sides else kind
 
 
-def _note(held: Held, name: str, parameter: nn.Parameter, unused: Collection[str]) -> str:
+def _note(held: Held, name: str, parameter: nn.Parameter, unused: Collection[str], adapted: bool) -> str:
     if not held.tasks:
         return "no task yet: the prior alone"
     if name in unused:
         return "no gradient in the newest task"
+    if adapted:
+        return f"{held.block.kind}, through its adapters"
     if not parameter.requires_grad:
         return "frozen since it was measured"
     if held.block.kind == DIRECT:
         return "not seen by any layer class: exact diagonal, example by example"
+    if "+" in held.block.kind:
+        return f"{held.block.kind}: two uses of one weight, a term for each; what lies between them is left out"
     return held.block.kind
 
 

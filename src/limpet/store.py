@@ -189,7 +189,7 @@ def restore(
 
 def _compare(entries: Sequence[Mapping[str, Any]], posterior: Posterior) -> None:
     """Say what the memory knows that the model does not have, or has in another shape."""
-    weights = posterior.weights()
+    weights = posterior.parameters()
     missing, other = [], []
     for entry in entries:
         for name, shape in entry["parameters"].items():
@@ -209,7 +209,7 @@ def _compare(entries: Sequence[Mapping[str, Any]], posterior: Posterior) -> None
 
 
 def _restore_block(entry: Mapping[str, Any], block: Block, tensors: dict[str, Tensor], posterior: Posterior) -> Held:
-    weight = posterior.weights()[block.parameters[0]]
+    weight = posterior.parameters()[block.parameters[0]]
     dtype = torch.promote_types(weight.dtype, torch.float32)
     prefix = f"{entry['name']}/"
 
@@ -245,7 +245,7 @@ def _restore_proximal(
 ) -> ProximalState | None:
     if running is None:
         return None
-    weights = posterior.weights()
+    weights = posterior.parameters()
     pending = {held[name].block.name: finite_number("pending", size) for name, size in running["pending"].items()}
     every, count = positive_whole("every", running["every"]), positive_whole("count", running["count"])
     multiplier = running.get("multiplier")

@@ -1,5 +1,6 @@
 """One pass over data that gives every block's Fisher, and leaves the model as it was."""
 
+from limpet.curvature.adapters import LowRank, adapted_parameters, adapter_parameters
 from limpet.curvature.audit import gradients_at
 from limpet.curvature.batches import Forward, call, counted_examples, part, prepared
 from limpet.curvature.blocks import (
@@ -13,7 +14,7 @@ from limpet.curvature.blocks import (
 )
 from limpet.curvature.checkpoint import Checkpoint
 from limpet.curvature.fisher import FISHERS, Displacement, Fisher, FisherPass
-from limpet.curvature.guard import shifted, untouched
+from limpet.curvature.guard import shifted, trainable, untouched
 from limpet.curvature.structure import Structure
 
 __all__ = [
@@ -25,7 +26,10 @@ __all__ = [
     "Fisher",
     "FisherPass",
     "Forward",
+    "LowRank",
     "Structure",
+    "adapted_parameters",
+    "adapter_parameters",
     "call",
     "counted_examples",
     "discover",
@@ -36,6 +40,7 @@ __all__ = [
     "plain",
     "prepared",
     "shifted",
+    "trainable",
     "untouched",
     "unwrapped",
 ]

@@ -62,7 +62,7 @@ class KroneckerAccumulator(Accumulator):
     """For every kind of layer that uses the weights: the mean of the data's and the sum of the gradients' squares.
 
     With a the data and g the gradients over all examples n, positions and calls r, Q = mean of a a^T and
-    H = sum of g g^T. Calls of a reused module count as positions.
+    H = sum of g g^T. Calls of a reused module count as positions, padding does not.
     """
 
     def __init__(self, block: Block, like: Tensor, *, inputs_diagonal: bool, outputs_diagonal: bool) -> None:
@@ -92,6 +92,8 @@ class KroneckerAccumulator(Accumulator):
             else:
                 ones = isinstance(layer, MatrixLayer) and layer.has_bias
                 rows = call.data.flatten(-3, -2)
+                if call.real is not None:
+                    rows = rows[call.real.flatten()]
                 add_gram(total, rows, ones=ones, diagonal=diagonal)
                 seen = rows.shape[-2]
             self.count[layer.kind] = self.count.get(layer.kind, 0) + seen

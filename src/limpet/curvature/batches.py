@@ -87,9 +87,14 @@ def call(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Any, An
     if forward is not None:
         result = forward(model, batch)
         return result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if isinstance(batch, Mapping) and "input_ids" in batch and is_causal(model):
+        return next_tokens(model, batch)
     if isinstance(batch, Mapping):
         target_key = next((key for key in TARGET_KEYS if key in batch), None)
-        _warn_of_shifted_labels(batch, target_key)
+        if target_key is not None and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            return _outputs(model(**batch)), batch[target_key]  # it makes the decoder's inputs from them
+        if not hasattr(model, "config"):
+            _warn_of_shifted_labels(batch, target_key)
         inputs = {key: value for key, value in batch.items() if key != target_key}
         return _outputs(model(**inputs)), None if target_key is None else batch[target_key]
     if isinstance(batch, Tensor):
@@ -101,6 +106,34 @@ def call(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Any, An
         f"a batch is a pair (inputs, targets), a dictionary or a tensor, not {_describe(batch)}: pass "
         "forward=lambda model, batch: (outputs, targets)"
     )
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Whether a model is one of transformers' causal language models, whose outputs are for the next token."""
+    kinds = getattr(model, "loss_type", None), type(model).__name__
+    return any(isinstance(kind, str) and kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
+
+
+def next_tokens(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The outputs of a causal language model for every token but the last, and the tokens that come next.
+
+    These are the labels where the batch has them; else all tokens that are no padding.
+    """
+    labels = batch.get("labels")
+    if labels is None:
+        real = without_padding(batch)
+        labels = batch["input_ids"] if real is None else batch["input_ids"].masked_fill(~real, -100)
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    logits = _outputs(model(**inputs, use_cache=False))
+    return logits[:, :-1], labels[:, 1:]
+
+
+def without_padding(batch: Any) -> Tensor | None:
+    """Which positions of a batch are no padding, by its attention mask; None where all are or nothing is said."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or bool(mask.all()):
+        return None
+    return mask.bool()
 
 
 def _warn_of_shifted_labels(batch: Mapping[str, Any], target_key: str | None) -> None:

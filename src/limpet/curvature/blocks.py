@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from limpet.curvature.adapters import adapter_parameters, is_adapted
 from limpet.errors import CurvatureError
 from limpet.layers import Layer, layer_type
 
@@ -76,19 +79,29 @@ def direct(name: str, shape: torch.Size) -> Block:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module that the user wrote, under torch.compile and DistributedDataParallel."""
+    """The module that the user wrote, under torch.compile, DistributedDataParallel and what PEFT puts around it."""
     while True:
-        inner = getattr(model, "_orig_mod", None)
+        inner: Any = getattr(model, "_orig_mod", None)
         if inner is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
             inner = model.module
+        tuner: Any = getattr(model, "base_model", None) if hasattr(model, "peft_config") else None
+        if inner is None and hasattr(tuner, "inject_adapter"):
+            inner = tuner.model
         if not isinstance(inner, nn.Module):
             return model
         model = inner
 
 
+WRAPPERS = re.compile(r"(?:^|\.)(?:_orig_mod|base_layer|modules_to_save\.[^.]+)(?=\.|$)")
+
+
 def plain(name: str) -> str:
-    """A name without what torch.compile puts into it."""
-    return name.replace("_orig_mod.", "").removesuffix("._orig_mod").removesuffix("_orig_mod")
+    """A name without what torch.compile and adapters put into it.
+
+    >>> plain("_orig_mod.layers.0.q_proj.base_layer.weight")
+    'layers.0.q_proj.weight'
+    """
+    return WRAPPERS.sub("", name).removeprefix(".")
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -101,20 +114,25 @@ def is_excluded(name: str, patterns: Collection[str]) -> bool:
     return any(name == p or name.startswith(f"{p}.") or fnmatchcase(name, p) for p in patterns)
 
 
-def discover(model: nn.Module, exclude: Collection[str] = (), also: Collection[str] = ()) -> list[Block]:
+def discover(
+    model: nn.Module, exclude: Collection[str] = (), also: Collection[str] = (), *, through_adapters: bool = True
+) -> list[Block]:
     """The blocks of all trainable parameters that are not excluded, in the order of the model's modules.
 
-    `also` names parameters to take in even where they are frozen.
+    `also` names parameters to take in even where they are frozen. A layer that trains through low-rank adapters is
+    taken in as its base layer; with `through_adapters=False` it is the adapters' own parameters that are.
 
     Weight and bias of a layer are one block where exactly the same modules use both. Parameters shared between
     modules in any other way (a tied weight with two biases, an embedding tied to a head) get a block each, which
     all their users contribute to.
     """
     left_out = {p for name, p in model.named_parameters(remove_duplicate=False) if is_excluded(plain(name), exclude)}
+    bases = _base_parameters(model) if through_adapters else set()
+    left_out |= adapter_parameters(model) if through_adapters else set()
     names = {
         parameter: name
         for name, parameter in named_parameters(model).items()
-        if name in also or (parameter.requires_grad and parameter not in left_out)
+        if name in also or ((parameter.requires_grad or parameter in bases) and parameter not in left_out)
     }
     module_names = {module: plain(name) for name, module in model.named_modules()}
     users: Users = {}
@@ -128,6 +146,16 @@ def discover(model: nn.Module, exclude: Collection[str] = (), also: Collection[s
         if together not in blocks:
             blocks[together] = _blocks(together, places, names, module_names)
     return [block for found in blocks.values() for block in found]
+
+
+def _base_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Weights that train through adapters, with the biases beside them."""
+    return {
+        parameter
+        for module in model.modules()
+        if is_adapted(module)
+        for parameter in module.base_layer.parameters(recurse=False)  # type: ignore[union-attr]
+    }
 
 
 def _companions(parameter: nn.Parameter, users: Users) -> tuple[nn.Parameter, ...]:

@@ -28,10 +28,11 @@ from limpet.curvature.batches import (
     part,
     prepared,
     total_examples,
+    without_padding,
 )
 from limpet.curvature.blocks import Block, named_parameters
 from limpet.curvature.checkpoint import Checkpoint
-from limpet.curvature.guard import shifted, untouched
+from limpet.curvature.guard import shifted, trainable, untouched
 from limpet.curvature.progress import Progress
 from limpet.curvature.record import Recorder
 from limpet.curvature.structure import Structure
@@ -116,6 +117,7 @@ class FisherPass:
         self.roots = 0  # backward passes that a batch takes
         self.batches = 0  # batches read
         self.seen = 0  # examples, or predicted positions
+        self.real: Tensor | None = None  # the positions of a batch that are no padding
         self.rows = 0  # examples as the batches count them
 
     def _make_direct(self, names: set[str]) -> None:
@@ -167,6 +169,7 @@ class FisherPass:
                     self.first.add(number, batch)
                 return  # a pass that was stopped when it had all it wanted
             stack.enter_context(untouched(self.model, batches))
+            stack.enter_context(trainable(self.parameters[name] for b in self.blocks for name in b.parameters))
             stack.enter_context(_eager())
             stack.enter_context(_plain_recurrence(self.model))
             stack.enter_context(self.recorder.attached(self.blocks))
@@ -217,6 +220,7 @@ class FisherPass:
         if left is not None and size is not None:
             rows = max(1, int(left / self._positions(batch, size)))
             batch = part(batch, slice(0, rows)) if rows < size else batch
+        self.real = without_padding(batch)
         with torch.inference_mode(False), torch.enable_grad():
             with self.recorder.recording():
                 outputs, targets = call(self.model, batch, self.forward)
@@ -313,6 +317,10 @@ class FisherPass:
         calls = [each for each in self.recorder.calls.get(block.name, []) if each.gradient is not None]
         if not calls:
             return
+        if self.real is not None:
+            for each in calls:
+                fits = each.data.dim() <= 3 and each.data.shape[:2] == self.real.shape
+                each.real = self.real if fits else None
         if data:
             self.sums[block.name].add_data(calls)
             self.used.update(block.parameters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,19 @@ def untouched(model: nn.Module, batches: Any = None) -> Iterator[None]:
                 module.training = mode
             for module, name, buffer, copy in buffers:
                 _restore_buffer(module, name, buffer, copy)
+
+
+@contextmanager
+def trainable(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Run the body with gradients that reach these parameters, also those that are frozen under adapters."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 @contextmanager

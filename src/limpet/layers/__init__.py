@@ -29,7 +29,7 @@ from limpet.layers.base import Call, Layer, MatrixLayer, example_gradients, squa
 from limpet.layers.convolution import Convolution
 from limpet.layers.embedding import Embedding
 from limpet.layers.linear import Linear
-from limpet.layers.normalisation import BatchNorm, GroupNorm, OverFeatures
+from limpet.layers.normalisation import BatchNorm, GroupNorm, OtherRMSNorm, OverFeatures
 
 LayerType = TypeVar("LayerType", bound=type[Layer])
 _REGISTRY: dict[type[nn.Module], type[Layer]] = {}
@@ -51,6 +51,9 @@ def layer_type(module: nn.Module) -> type[Layer] | None:
     for base in type(module).__mro__:
         if base in _REGISTRY:
             return _REGISTRY[base]
+    weight = module._parameters.get("weight")
+    if type(module).__name__.endswith("RMSNorm") and weight is not None and weight.dim() == 1:
+        return OtherRMSNorm
     return None
 
 
@@ -63,6 +66,7 @@ __all__ = [
     "Layer",
     "Linear",
     "MatrixLayer",
+    "OtherRMSNorm",
     "OverFeatures",
     "example_gradients",
     "layer_type",

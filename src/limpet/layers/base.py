@@ -31,6 +31,7 @@ class Call:
     data: Tensor
     gradient: Tensor | None = None
     dtype: torch.dtype = torch.float32  # that the gradient came in
+    real: Tensor | None = None  # (examples, positions) that are no padding; None: all
 
 
 class Layer(ABC):

@@ -36,7 +36,8 @@ class Embedding(Layer):
 
     def counts(self, call: Call, dtype: torch.dtype) -> Tensor:
         """How often every token stands in the data; the padding token, which has no gradient, never."""
-        counts = torch.bincount(call.data.flatten(), minlength=self.module.num_embeddings).to(dtype)
+        tokens = call.data.flatten() if call.real is None else call.data[call.real]
+        counts = torch.bincount(tokens, minlength=self.module.num_embeddings).to(dtype)
         if self.module.padding_idx is not None:
             counts[self.module.padding_idx] = 0
         return counts

@@ -7,6 +7,7 @@ block is (features, 2): the columns are gain and shift.
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +52,7 @@ class OverFeatures(Normalisation):
     """LayerNorm and RMSNorm: the features are the last dimensions."""
 
     kind = "layer norm"
-    modules = (nn.LayerNorm, nn.RMSNorm)
+    modules: ClassVar[tuple[type[nn.Module], ...]] = (nn.LayerNorm, nn.RMSNorm)
 
     def normalised(self, x: Tensor) -> Tensor:
         function = F.rms_norm if isinstance(self.module, nn.RMSNorm) else F.layer_norm
@@ -61,6 +62,20 @@ class OverFeatures(Normalisation):
         features = self.rows[0]
         leading = x.dim() - len(self.module.normalized_shape)
         return x.reshape(x.shape[0] if leading else 1, -1, features)
+
+
+class OtherRMSNorm(OverFeatures):
+    """RMSNorm as model libraries write it: known by its name, and by the audit to be one."""
+
+    modules: ClassVar[tuple[type[nn.Module], ...]] = ()
+
+    def normalised(self, x: Tensor) -> Tensor:
+        eps = getattr(self.module, "variance_epsilon", getattr(self.module, "eps", 1e-6))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+
+    def spread(self, x: Tensor) -> Tensor:
+        return x.reshape(x.shape[0] if x.dim() > 1 else 1, -1, x.shape[-1])
 
 
 class OverChannels(Normalisation):

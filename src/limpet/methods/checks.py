@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from limpet.curvature import is_excluded, plain
-from limpet.errors import LimpetWarning, UnsupportedError, warn
+from limpet.curvature import Block, is_excluded, named_parameters, plain
+from limpet.errors import LimpetWarning, NotProtectedWarning, UnsupportedError, warn
+from limpet.report import running_statistics
 
 
 def check_model(model: Any) -> None:
@@ -45,3 +46,21 @@ def excluded_names(model: nn.Module, exclude: Iterable[str | nn.Module | nn.Para
                 raise ValueError(f"exclude: this {type(item).__name__} is not a parameter of the model")
             found.extend(names)
     return tuple(found)
+
+
+def say_what_is_not_protected(model: nn.Module, blocks: Iterable[Block]) -> None:
+    """Warn of what no penalty reaches: frozen parameters that no block has, and running statistics."""
+    held = {name for block in blocks for name in block.parameters}
+    named = named_parameters(model).items()
+    frozen = [name for name, parameter in named if not parameter.requires_grad and name not in held]
+    statistics = list(running_statistics(model))
+    parts = []
+    if frozen:
+        parts.append(f"{len(frozen)} frozen parameters (such as {frozen[0]}); unfreeze them first if they will train")
+    if statistics:
+        parts.append(
+            f"{len(statistics)} running statistics (such as {statistics[0]}), which follow the newest data; keep those "
+            "modules in eval mode while you train"
+        )
+    if parts:
+        warn(f"not protected: {'; '.join(parts)}. memory.report() lists all", NotProtectedWarning)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,27 +13,25 @@ from torch import Tensor, nn
 from limpet import store
 from limpet.budget import Budget
 from limpet.calibration import History
-from limpet.curvature import Block, Forward, Structure, discover, named_parameters, unwrapped
+from limpet.curvature import Block, Forward, Structure, discover, unwrapped
 from limpet.errors import (
     LimpetError,
     MemoryFileError,
-    NotProtectedWarning,
     UnsupportedError,
     finite_number,
     positive_whole,
-    warn,
 )
 from limpet.evidence import evidence_prior
 from limpet.forecast import Forecast, forecast
 from limpet.likelihoods import Likelihood, resolve
 from limpet.linearised import OutputDistribution, output_distribution
-from limpet.methods.checks import check_model, excluded_names
+from limpet.methods.checks import check_model, excluded_names, say_what_is_not_protected
 from limpet.posterior import Held, Posterior
 from limpet.precision import STRUCTURES
 from limpet.predictive import predictive, sample_weights
 from limpet.protect import Protection, StepObserver
 from limpet.pull import ProximalState
-from limpet.report import Report, report, running_statistics
+from limpet.report import Report, report
 
 PRIOR_MEANS = ("zero", "initial")
 """What the weights are thought to be before the first task: zero, or what they were when the memory was made."""
@@ -81,7 +79,7 @@ class Memory(ABC):
         self._proximal_state: ProximalState | None = None
         self._resume: ProximalState | None = None
         self.posterior.arrange(self._planned())
-        self._say_what_is_not_protected()
+        say_what_is_not_protected(self.model, self._planned())
 
     @property
     def strength(self) -> float | str:
@@ -111,6 +109,19 @@ class Memory(ABC):
     def nbytes(self) -> int:
         """Bytes of all tensors that the memory holds."""
         return self.posterior.nbytes
+
+    @abstractmethod
+    def consolidate(
+        self,
+        batches: Iterable[Any],
+        *,
+        examples: int | None = None,
+        limit: int | None = None,
+        forward: Forward | None = None,
+        progress: bool = True,
+        checkpoint: str | Path | None = None,
+    ) -> None:
+        """Take the task in: after this, mean and precision know it."""
 
     def protect(
         self,
@@ -306,22 +317,6 @@ class Memory(ABC):
     def _current_mean(self, held: Held) -> Tensor:
         """The weights as they are now, to become a block's mean."""
         return held.matrix(self.posterior.weights()).detach().clone()
-
-    def _say_what_is_not_protected(self) -> None:
-        frozen = [name for name, parameter in named_parameters(self.model).items() if not parameter.requires_grad]
-        statistics = list(running_statistics(self.model))
-        parts = []
-        if frozen:
-            parts.append(
-                f"{len(frozen)} frozen parameters (such as {frozen[0]}); unfreeze them first if they will train"
-            )
-        if statistics:
-            parts.append(
-                f"{len(statistics)} running statistics (such as {statistics[0]}), which follow the newest data; keep "
-                "those modules in eval mode while you train"
-            )
-        if parts:
-            warn(f"not protected: {'; '.join(parts)}. memory.report() lists all", NotProtectedWarning)
 
     # --- keeping ---------------------------------------------------------------------------------------------
 

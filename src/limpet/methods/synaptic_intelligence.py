@@ -82,8 +82,8 @@ class SynapticIntelligence(Memory):
 
     def _observer(self, examples: int) -> StepObserver | None:
         if self._watch is None:
-            self._watch = Watch.begin(self.posterior.weights(), list(self.posterior.held))
-        self._watch.parameters = self.posterior.weights()
+            self._watch = Watch.begin(self.posterior.parameters(), list(self.posterior.held))
+        self._watch.parameters = self.posterior.parameters()
         self._watch.examples = examples
         return self._watch
 
@@ -108,7 +108,7 @@ class SynapticIntelligence(Memory):
                 "no step was seen since the last task: Synaptic Intelligence learns its importances during training, "
                 "so train every task, the first one too, inside `with memory.protect(optimizer, examples=N):`"
             )
-        weights = self.posterior.weights()
+        weights = self.posterior.parameters()
         held_now = dict(self.posterior.held)
         for name, held in held_now.items():
             if name not in watch.path:
@@ -143,7 +143,7 @@ class SynapticIntelligence(Memory):
         running = settings.part("watch")
         if running is None:
             return {**super()._read_extra(settings, tensors), "_watch": None}
-        weights = self.posterior.weights()
+        weights = self.posterior.parameters()
         watch = Watch(weights, {}, {}, steps=int(running["steps"]), examples=int(running["examples"]))
         for key, tensor in tensors.items():
             kind, _, name = key.removeprefix("watch.").partition(".")

@@ -52,6 +52,14 @@ class Precision(ABC):
         """`apply` for many uses: may be faster, and take memory of its own as long as it is kept."""
         return self.apply
 
+    def sides(self) -> tuple[Tensor | None, Tensor | None]:
+        """Bases of the rows and of the columns (None: as they are) between which `apply_in_sides` works."""
+        return None, None
+
+    def apply_in_sides(self, v: Tensor) -> Tensor:
+        """L v where v, and what comes of it, are U_rows^T (.) U_columns."""
+        return self.apply(v)
+
     def quadratic(self, v: Tensor) -> Tensor:
         """v^T L v, differentiable."""
         return (v * self.apply(v)).sum()

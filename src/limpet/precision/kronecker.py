@@ -165,6 +165,12 @@ class Kronecker(Precision):
         left = scaled if self.outputs.vectors is None else self.outputs.vectors @ scaled
         return torch.addmm(v, left, self.inputs.vectors.mT, beta=self.prior, alpha=factor)
 
+    def sides(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.outputs.vectors, self.inputs.vectors
+
+    def apply_in_sides(self, v: Tensor) -> Tensor:
+        return self._full * v
+
     def applier(self) -> Callable[[Tensor], Tensor]:
         """After one task (or equal ones) L is prior + Q (x) H itself: H v Q takes half the work of the eigenbasis.
 

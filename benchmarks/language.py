@@ -1,0 +1,272 @@
+"""Fine-tune a language model on one text: what does it forget of another, and what does holding on cost?
+
+    python benchmarks/language.py --model M --old A.txt B.csv --new C.html     # every run that is not there yet
+    python benchmarks/language.py --draw                                       # figure and table, from what was kept
+
+A memory is made of the model with a sample of the old text (per-token Fisher, sampled labels). Then the new text is
+learned by low-rank adapters on all linear layers of the blocks, or by the last blocks themselves: with nothing held,
+with the memory at several strengths, with decay towards the start, and with a diagonal Fisher of the adapters' own
+parameters. A run is kept in results/language/runs when it ends, so a command that was stopped goes on with the next
+one. Losses are on text that neither the memory nor the training saw, in nats per token.
+
+M is a folder or a name on the hub; texts are .txt, .html (without its tags), or .csv (its column "text").
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import limpet
+from limpet.curvature import Block, discover
+
+RESULTS = Path(__file__).parents[1] / "results" / "language"
+LENGTH, BATCH = 64, 4
+STEPS, LOOKS = 120, (0, 5, 10, 20, 35, 50, 70, 95, 120)
+MEMORY_TOKENS, HELD_OUT, NEW_BLOCKS = 16_000, 60, 400
+RANK, LR, LAST_LR, LAST_BLOCKS = 8, 5e-4, 1e-4, 2
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+RUNS: dict[str, tuple[str, str, float]] = {  # name: what trains, what holds, how strongly
+    "plain": ("adapters", "nothing", 0.0),
+    "kronecker 1": ("adapters", "kronecker", 1.0),
+    "kronecker 10": ("adapters", "kronecker", 10.0),
+    "l2 100": ("adapters", "l2", 100.0),
+    "factors 10": ("adapters", "factors", 10.0),
+    "kronecker 100": ("adapters", "kronecker", 100.0),
+    "l2 1000": ("adapters", "l2", 1000.0),
+    "factors 100": ("adapters", "factors", 100.0),
+    "last plain": ("last", "nothing", 0.0),
+    "last kronecker 10": ("last", "kronecker", 10.0),
+    "kronecker 0.1": ("adapters", "kronecker", 0.1),
+    "l2 10": ("adapters", "l2", 10.0),
+    "factors 1": ("adapters", "factors", 1.0),
+}
+
+
+def read(path: Path) -> str:
+    """The text of a file, without tags."""
+    if path.suffix == ".csv":
+        csv.field_size_limit(sys.maxsize)
+        with path.open(newline="") as file:
+            text = "\n\n".join(row["text"] for row in csv.DictReader(file))
+    else:
+        text = path.read_text(errors="replace")
+    return re.sub(r"[ \t]+", " ", re.sub(r"<[^>]*>", " ", text)) if path.suffix in (".csv", ".html") else text
+
+
+def blocks(tokenizer: Any, paths: list[Path], count: int, seed: int) -> Tensor:
+    """Pieces of LENGTH tokens from all over the files, as many from each, that do not overlap."""
+    generator = torch.Generator().manual_seed(seed)
+    each, window, pieces = -(-count // len(paths)), 5 * LENGTH, []
+    for path in paths:
+        text, found = read(path), []
+        for start in torch.randperm(len(text) // window, generator=generator).tolist():
+            ids = tokenizer(text[start * window : (start + 1) * window])["input_ids"]
+            if len(ids) >= LENGTH:
+                found.append(torch.tensor(ids[:LENGTH]))
+            if len(found) == each:
+                break
+        pieces += found
+    return torch.stack([pieces[i] for i in torch.randperm(len(pieces), generator=generator).tolist()][:count])
+
+
+@torch.no_grad()
+def loss(model: nn.Module, rows: Tensor) -> float:
+    """The mean loss per predicted token."""
+    model.eval()
+    total = 0.0
+    for part in torch.split(rows, BATCH):
+        logits = model(input_ids=part, use_cache=False).logits[:, :-1]
+        total += float(F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"))
+    model.train()
+    return total / (rows.shape[0] * (LENGTH - 1))
+
+
+class OnFactors(limpet.OnlineLaplace):
+    """The memory of the adapters' own parameters, as if they were any others: what EWC does with them."""
+
+    def _planned(self, also: Any = ()) -> list[Block]:
+        return discover(self.model, self.exclude, also, through_adapters=False)
+
+
+class Experiment:
+    """The model, the texts, and every run from the same start."""
+
+    def __init__(self, model: str, old: list[Path], new: list[Path], folder: Path) -> None:
+        self.source, self.folder = model, folder
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+        sample = blocks(self.tokenizer, old, MEMORY_TOKENS // (LENGTH - 1) + HELD_OUT, seed=0)
+        self.old_test, self.old_sample = sample[:HELD_OUT], sample[HELD_OUT:]
+        text = blocks(self.tokenizer, new, NEW_BLOCKS + HELD_OUT, seed=1)
+        self.new_test, self.new = text[:HELD_OUT], text[HELD_OUT:]
+
+    def fresh(self) -> Any:
+        """The model as it was published."""
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32)
+        model.config.use_cache = False
+        return model
+
+    def memory(self, model: nn.Module, strength: float) -> limpet.Memory:
+        """The memory of the old text, made once."""
+        path = self.folder / "memory.safetensors"
+        if not path.exists():
+            plain = self.fresh()
+            for name, parameter in plain.named_parameters():
+                parameter.requires_grad_(any(f".{layer}." in name for layer in LINEAR))
+            memory = limpet.OnlineLaplace(plain, prior_precision=1e-3, prior_mean="initial")
+            begin = time.perf_counter()
+            batches = [{"input_ids": part} for part in torch.split(self.old_sample, BATCH)]
+            memory.consolidate(batches, checkpoint=self.folder / "pass.safetensors")
+            took, size = time.perf_counter() - begin, memory.nbytes / 1e9
+            print(f"memory of {memory.examples} tokens: {took:.0f} s, {size:.2f} GB", flush=True)
+            memory.save(path)
+        loaded = limpet.load(path, model)
+        for name, held in loaded.posterior.held.items():
+            precision: Any = held.precision
+            values = replace(precision.values, mixed=None, strength=strength)
+            loaded.posterior.held[name] = replace(held, precision=replace(precision, values=values))
+        return loaded
+
+    def run(self, name: str) -> dict[str, Any]:
+        """One way to learn the new text: losses on both texts along the way."""
+        trains, holds, strength = RUNS[name]
+        torch.manual_seed(0)
+        model = self.fresh()
+        if trains == "adapters":
+            config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=LINEAR)
+            trained = peft.get_peft_model(model, config)
+        else:
+            last = [f"layers.{model.config.num_hidden_layers - 1 - i}." for i in range(LAST_BLOCKS)]
+            for key, parameter in model.named_parameters():
+                parameter.requires_grad_(any(part in key for part in last) and any(f".{one}." in key for one in LINEAR))
+            trained = model
+        memory, protect = self._held(trained, holds, strength)
+        parameters = [p for p in trained.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=LR if trains == "adapters" else LAST_LR, weight_decay=0.0)
+        rate = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / STEPS) + 0.05
+        )
+        generator = torch.Generator().manual_seed(2)
+        points, seconds = [], 0.0
+        with protect(optimizer):
+            for step in range(STEPS + 1):
+                if step in LOOKS:
+                    point = {"step": step, "old": loss(trained, self.old_test), "new": loss(trained, self.new_test)}
+                    point["forecast"] = float(memory.forecast()) if memory is not None and memory.tasks else 0.0
+                    points.append(point)
+                    print(f"{name}: {point}", flush=True)
+                begin = time.perf_counter()
+                rows = self.new[torch.randint(0, len(self.new), (BATCH,), generator=generator)]
+                optimizer.zero_grad()
+                torch.autograd.backward(trained(input_ids=rows, labels=rows).loss)
+                optimizer.step()
+                rate.step()
+                seconds += time.perf_counter() - begin
+        versions = {"limpet": limpet.__version__, "torch": torch.__version__, "python": platform.python_version()}
+        versions |= {"transformers": transformers.__version__, "peft": peft.__version__}
+        return {"name": name, "points": points, "seconds_per_step": seconds / (STEPS + 1), "versions": versions}
+
+    def _held(
+        self, trained: Any, holds: str, strength: float
+    ) -> tuple[limpet.Memory | None, Callable[[Any], AbstractContextManager[Any]]]:
+        if holds == "nothing":
+            return None, lambda _: nullcontext()
+        memory: limpet.Memory
+        if holds == "kronecker":
+            memory = self.memory(trained, strength)
+        elif holds == "l2":
+            memory = limpet.OnlineLaplace(trained, prior_precision=strength, prior_mean="initial", structure="diagonal")
+        else:
+            memory = OnFactors(trained, strength=strength, prior_precision=0.0, structure="diagonal")
+            batches = [{"input_ids": part} for part in torch.split(self.old_sample, BATCH)]
+            memory.consolidate(batches)
+        tokens = self.new.numel()
+        return memory, lambda optimizer: memory.protect(optimizer, examples=tokens, mode="gradient")
+
+
+def draw(records: dict[str, dict[str, Any]], path: Path) -> None:
+    """What is lost of the old text over what is gained of the new one."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+    colors = {"plain": "#555555", "l2": "#d98032", "factors": "#6a994e", "kronecker": "#1f6f8b", "last": "#8b3d6b"}
+    for name, record in records.items():
+        points = record["points"]
+        kind = name.partition(" ")[0]
+        width = 1 + 0.4 * list(RUNS).index(name) / len(RUNS)
+        axis.plot(
+            [p["new"] for p in points],
+            [p["old"] - points[0]["old"] for p in points],
+            marker="o",
+            markersize=3,
+            linewidth=width,
+            linestyle="--" if "last" in name else "-",
+            color=colors[kind],
+            label=name,
+        )
+    axis.set(xlabel="loss on the new text (nats per token)", ylabel="rise of the loss on the old text (nats per token)")
+    axis.invert_xaxis()
+    axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def table(records: dict[str, dict[str, Any]]) -> str:
+    """The end of every run."""
+    lines = [
+        "| run | new text | old text | rise | forecast | seconds a step |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, record in records.items():
+        first, last = record["points"][0], record["points"][-1]
+        numbers = f"{last['new']:.3f} | {last['old']:.3f} | {last['old'] - first['old']:+.3f} | {last['forecast']:.3f}"
+        lines.append(f"| {name} | {numbers} | {record['seconds_per_step']:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--old", type=Path, nargs="+", default=[])
+    parser.add_argument("--new", type=Path, nargs="+", default=[])
+    parser.add_argument("--work", type=Path, default=Path("language"), help="where the memory is kept")
+    parser.add_argument("--only", nargs="+", choices=list(RUNS), help="these runs")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    kept = RESULTS / "runs"
+    kept.mkdir(parents=True, exist_ok=True)
+    options.work.mkdir(parents=True, exist_ok=True)
+    paths = {name: kept / f"{name.replace(' ', '-')}.json" for name in RUNS}
+    if not options.draw:
+        experiment = Experiment(options.model, options.old, options.new, options.work)
+        for name in options.only or RUNS:
+            if not paths[name].exists():
+                paths[name].write_text(json.dumps(experiment.run(name), indent=1) + "\n")
+    records = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    draw(records, RESULTS / "trade-off.png")
+    print(table(records))
+
+
+if __name__ == "__main__":
+    main()
