@@ -1,0 +1,100 @@
+"""Hold fast inside Lightning's Trainer.
+
+memory = limpet.OnlineLaplace(module.network)
+trainer = lightning.Trainer(callbacks=[MemoryCallback(memory, examples=len(data))])
+trainer.fit(module, loader)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from limpet.curvature import Forward
+from limpet.errors import LimpetError
+from limpet.methods import Memory
+from limpet.protect import Protection
+
+
+class MemoryCallback(Callback):
+    """Protects while Lightning trains, logs forecast and penalty, and is part of its checkpoints.
+
+    `memory` is of the LightningModule or of a network inside it. `examples`, `budget`, `mode` and `every` are as in
+    `memory.protect`; without `examples` it is the length of the training set. Numbers are logged every `log_every`
+    steps. With `consolidate=True` the task is taken in at the end, from the training loader (of at most `limit`
+    examples); `forward(model, batch)` gives (outputs, targets) for batches that are not pairs or dictionaries.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        *,
+        examples: int | None = None,
+        budget: float | None = None,
+        mode: str = "auto",
+        every: int = 1,
+        log_every: int = 10,
+        consolidate: bool = False,
+        limit: int | None = None,
+        forward: Forward | None = None,
+    ) -> None:
+        self.memory = memory
+        self.examples, self.budget, self.mode, self.every = examples, budget, mode, every
+        self.log_every, self.consolidate, self.limit, self.forward = log_every, consolidate, limit, forward
+        self._protection: Protection | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to hold."""
+        self._let_go(finished=False)
+        if len(trainer.optimizers) != 1:
+            raise LimpetError(
+                f"MemoryCallback holds the parameters of one optimizer, and there are {len(trainer.optimizers)}: call "
+                "memory.protect(...) for each by hand"
+            )
+        if self.examples is None:
+            self.examples = _length(trainer.train_dataloader)
+        self._protection = self.memory.protect(
+            trainer.optimizers[0], examples=self.examples, mode=self.mode, every=self.every, budget=self.budget
+        ).__enter__()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what the memory foretells, and the penalty as it stands beside the loss."""
+        if self._protection is not None and trainer.global_step % self.log_every == 0:
+            with torch.no_grad():
+                pl_module.log("memory_forecast", float(self.memory.forecast()))
+                pl_module.log("memory_penalty", float(self.memory.penalty()) * self._protection.weight)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let go; take the task in if asked."""
+        self._let_go(finished=True)
+        if self.consolidate:
+            loader: Any = trainer.train_dataloader
+            self.memory.consolidate(loader, examples=self.examples, limit=self.limit, forward=self.forward)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let go."""
+        self._let_go(finished=False)
+
+    def _let_go(self, *, finished: bool) -> None:
+        protection, self._protection = self._protection, None
+        if protection is not None:
+            protection.__exit__(None if finished else LimpetError)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The memory's state: plain values and tensors."""
+        return {**self.memory.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.memory.load_state_dict({"metadata": state_dict["metadata"], "tensors": state_dict["tensors"]})
+
+
+def _length(loader: Any) -> int:
+    dataset = getattr(loader, "dataset", None)
+    if dataset is None or not hasattr(dataset, "__len__"):
+        raise LimpetError("the training set does not say how long it is: give MemoryCallback(..., examples=N)")
+    return len(dataset)

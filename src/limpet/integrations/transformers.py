@@ -1,0 +1,161 @@
+"""Hold fast inside transformers' Trainer, and everything that is built on it (trl's SFTTrainer, ...).
+
+memory = limpet.load("memory.safetensors", model)
+trainer = Trainer(model, args, train_dataset=data, callbacks=[MemoryCallback(memory)])
+trainer.train()
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from limpet import store
+from limpet.curvature import unwrapped
+from limpet.curvature.batches import is_causal
+from limpet.errors import LimpetError
+from limpet.loading import load
+from limpet.methods import Memory
+from limpet.protect import Protection
+
+FILE = "memory.safetensors"
+IGNORED = -100
+
+
+class MemoryCallback(TrainerCallback):
+    """Protects while the Trainer trains, logs forecast and penalty beside the loss, and goes on from its checkpoints.
+
+    `memory` is a memory or the file of one. `examples` is N, the examples of the new task (for a language model the
+    tokens that are predicted in one epoch; counted where the data set says so), `budget` and `mode` are as in
+    `memory.protect`. Every checkpoint of the Trainer holds the memory too, and `resume_from_checkpoint` goes on with
+    it. With `consolidate=True` the task is taken in at the end (of at most `limit` examples or tokens), and the memory
+    that knows it is written beside the model.
+    """
+
+    def __init__(
+        self,
+        memory: Memory | str | Path,
+        *,
+        examples: int | None = None,
+        budget: float | None = None,
+        mode: str = "auto",
+        consolidate: bool = False,
+        limit: int | None = None,
+    ) -> None:
+        self._memory = memory
+        self.examples, self.budget, self.mode = examples, budget, mode
+        self.consolidate, self.limit = consolidate, limit
+        self._protection: Protection | None = None
+        self._written: tuple[Path, Any] | None = None  # the last file, and what is in it
+
+    @property
+    def memory(self) -> Memory:
+        """The memory, once training has begun."""
+        if not isinstance(self._memory, Memory):
+            raise LimpetError("the memory is read from its file when training begins")
+        return self._memory
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin to hold, from where a checkpoint stopped."""
+        self.close()
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        if not isinstance(self._memory, Memory):
+            self._memory = load(self._memory, model)
+        kept = _checkpoint(args, state) / FILE
+        if state.global_step and kept.exists():
+            self.memory.load_state_dict(store.read(kept))
+        if self.examples is None:
+            self.examples = predicted(model, kwargs["train_dataloader"])
+        protection = self.memory.protect(optimizer, examples=self.examples, mode=self.mode, budget=self.budget)
+        self._protection = protection.__enter__()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Put forecast (nats per old example) and penalty (as it stands beside the loss) into the log."""
+        if logs is None or "loss" not in logs or self._protection is None:
+            return
+        with torch.no_grad():
+            found = {
+                "memory_forecast": float(self.memory.forecast()),
+                "memory_penalty": float(self.memory.penalty()) * self._protection.weight,
+            }
+        logs.update(found)
+        if state.log_history:
+            state.log_history[-1].update(found)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write the memory into the checkpoint's folder; one that has not changed is linked, not written again."""
+        if state.is_world_process_zero:
+            self._write(_checkpoint(args, state) / FILE)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Let go; take the task in if asked."""
+        self.close(finished=True)
+        if self.consolidate:
+            data: Iterable[Any] = kwargs["train_dataloader"]
+            self.memory.consolidate(data, examples=self.examples, limit=self.limit)
+            if state.is_world_process_zero:
+                self._write(_folder(args) / FILE)
+
+    def close(self, *, finished: bool = False) -> None:
+        """Let the optimizer go. The Trainer does it at its end; after an error it is yours to do."""
+        protection, self._protection = self._protection, None
+        if protection is not None:
+            protection.__exit__(None if finished else LimpetError)
+
+    def _write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        state = self.memory.state_dict()
+        # a memory's tensors never change, so the same ones hold the same
+        content = json.dumps(state["metadata"]), {name: id(tensor) for name, tensor in state["tensors"].items()}
+        if self._written is not None and self._written[1] == content and self._written[0].exists():
+            path.unlink(missing_ok=True)
+            os.link(self._written[0], path)
+        else:
+            store.write(path, state)
+        self._written = path, content
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return _folder(args) / f"checkpoint-{state.global_step}"
+
+
+def _folder(args: TrainingArguments) -> Path:
+    return Path(args.output_dir or "trainer_output")
+
+
+def predicted(model: nn.Module, loader: Any) -> int:
+    """The examples of a loader's data set, or the tokens that a causal language model predicts in them."""
+    data = loader.dataset
+    if not hasattr(data, "__len__"):
+        raise LimpetError("the data set does not say how long it is: give MemoryCallback(..., examples=N)")
+    if not is_causal(unwrapped(model)):
+        return len(data)
+    return max(sum(_next_tokens(data[i]) for i in range(len(data))), 1)
+
+
+def _next_tokens(row: Any) -> int:
+    """The tokens of a row that are predicted: all but the first, and but those that are masked."""
+    for name in ("labels", "completion_mask", "assistant_masks"):
+        if row.get(name) is not None:
+            return sum(int(value != IGNORED if name == "labels" else value) for value in row[name][1:])
+    if "input_ids" not in row:
+        raise LimpetError("rows without input_ids cannot be counted: give MemoryCallback(..., examples=N)")
+    return len(row["input_ids"]) - 1
