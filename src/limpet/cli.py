@@ -1,4 +1,4 @@
-"""The command line: `limpet run`, `limpet sweep`, `limpet report`, `limpet list`, `limpet inspect`."""
+"""The command line: `limpet run`, `sweep`, `report`, `list`, `consolidate` and `inspect`."""
 
 from __future__ import annotations
 
@@ -164,6 +164,62 @@ def report_command(
         written = report(folders, out or folders[0])
     for path in written:
         console.print(str(path), highlight=False)
+
+
+@app.command("consolidate")
+def consolidate_command(
+    model: Annotated[str, typer.Option(help="A causal language model: a folder, or its name on the hub.")],
+    data: Annotated[
+        list[str],
+        typer.Option(help="Text it should keep: a file, a folder, or a set on the hub. Repeat for several."),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The memory file.")] = Path("memory.safetensors"),
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens are looked at.")] = 20_000,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of one sequence.")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 4,
+    structure: Structure = None,
+    with_vocabulary: Annotated[bool, typer.Option(help="Hold embedding and head too.")] = False,
+    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 for half the room.")] = "float32",
+) -> None:
+    """Make the memory of a published language model, from text that stands for what it should keep.
+
+    limpet consolidate --model HuggingFaceTB/SmolLM2-135M-Instruct --data speeches.txt -o memory.safetensors
+
+    Called again after it was stopped, it goes on where it was. Beside the file it writes a section for the model card.
+    """
+    from limpet import hub, language
+
+    transformers, torch = _needed("transformers"), _needed("torch")
+    if dtype not in ("float32", "bfloat16"):
+        raise LimpetError(f"--dtype is float32 or bfloat16, not {dtype!r}")
+    try:
+        network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        told = str(error).splitlines()[0]
+        raise LimpetError(f"{model} is no causal language model that could be read: {told}") from error
+    rows = language.rows(tokenizer, data, tokens=tokens, length=length)
+    console.print(f"{len(rows)} sequences of {length} tokens from {', '.join(data)}", highlight=False)
+    memory = language.remember(
+        network,
+        torch.split(rows, batch_size),
+        structure=structure or "kronecker",
+        with_vocabulary=with_vocabulary,
+        checkpoint=out.with_suffix(".pass"),
+    )
+    memory.save(out)
+    page = out.with_suffix(".md")
+    page.write_text(hub.card(memory, model, ", ".join(Path(source).name for source in data)))
+    console.print(f"{out}: {memory.nbytes / 1e6:.1f} MB; a section for the model card is in {page}", highlight=False)
+
+
+def _needed(name: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as missing:
+        raise LimpetError(f"this command needs {missing.name}: pip install 'limpet[transformers]'") from missing
 
 
 @app.command("inspect")

@@ -11,12 +11,16 @@ from torch import nn
 
 from limpet import store
 from limpet.errors import LimpetWarning
+from limpet.hub import local_file
 from limpet.likelihoods import Likelihood, from_description
 from limpet.methods import METHODS, Memory
 
 
 def load(path: str | Path, model: nn.Module, *, likelihood: Likelihood | None = None) -> Memory:
     """The memory that `memory.save(path)` kept, for the same model. A likelihood of your own has to be given again.
+
+    `path` is a file, a folder with a memory.safetensors in it, or the name of a model on the Hugging Face hub that is
+    published with its memory, such as "user/model".
 
     >>> import tempfile, torch, limpet
     >>> model = torch.nn.Linear(3, 2)
@@ -28,7 +32,7 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Likelihood | None = 
     >>> again
     <OnlineLaplace structure='kronecker' strength=1 tasks=1 examples=20 bytes=168>
     """
-    state = store.read(path)
+    state = store.read(local_file(path))
     settings: dict[str, Any] = state["metadata"]["settings"]
     with store.refusing(), warnings.catch_warnings():
         warnings.simplefilter("ignore", LimpetWarning)  # said when the memory was made

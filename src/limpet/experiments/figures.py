@@ -89,8 +89,10 @@ def accuracy_over_tasks(experiment: Experiment) -> Any:
             continue
         variant = experiment.best(label)
         ticks, values = _statistic(variant, _mean)
+        alone = {"marker": "_", "markersize": 14} if len(ticks) == 1 else {}
         for axis in axes[0]:
-            axis.plot(ticks, values, label=_named(variant), linewidth=1.8, **_style(label))
+            axis.plot(ticks, values, label=_named(variant), linewidth=1.8, **alone, **_style(label))
+            axis.xaxis.get_major_locator().set_params(integer=True)
     best = max(experiment.best(label).mean for label in experiment.labels())
     axes[0, 0].set(xlabel="tasks learned", ylabel="mean test accuracy of all tasks so far (%)", ylim=(0, 100))
     axes[0, 1].set(xlabel="tasks learned", ylim=(best - 15, 100))
@@ -116,6 +118,7 @@ def the_first_task(experiment: Experiment) -> Any:
         for label, name in zip(labels, names, strict=True):
             axis.plot(*_statistic(experiment.best(label), statistic), label=name, linewidth=2, **_style(label))
         axis.set(title=title, xlabel="tasks learned")
+        axis.xaxis.get_major_locator().set_params(integer=True)
     axes[0, 0].set_ylabel("test accuracy (%)")
     axes[0, 0].legend(frameon=False, loc="lower left")
     return figure
@@ -206,7 +209,9 @@ def curves_through_training(experiment: Experiment) -> Any:
         axis.set_ylabel(f"{name} (%)", fontsize=8)
         low = min(min(line.get_ydata()) for line in axis.lines)
         axis.set_ylim(max(0, low - 3), None)
-    axes[0, 0].legend(frameon=False, fontsize=8, ncols=3, loc="lower right")
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), frameon=False, fontsize=8, ncols=3, loc="outside upper center"
+    )
     axes[-1, 0].set_xlabel("epochs, one task after another")
     axes[-1, 0].xaxis.get_major_locator().set_params(integer=True)
     return figure

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from limpet import store
+from limpet import hub, store
 from limpet.budget import Budget
 from limpet.calibration import History
 from limpet.curvature import Block, Forward, Structure, discover, unwrapped
@@ -354,6 +354,10 @@ class Memory(ABC):
     def save(self, path: str | Path) -> None:
         """Keep the memory in a file: safetensors with a versioned header, no pickle."""
         store.write(path, self.state_dict())
+
+    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
+        """Upload the memory beside a model on the Hugging Face hub, where `limpet.load(repo_id, model)` finds it."""
+        return hub.push(self, repo_id, private=private, token=token)
 
     def _settings(self) -> dict[str, Any]:
         return {

@@ -1,0 +1,65 @@
+"""Memories beside models on the Hugging Face hub: a file `memory.safetensors`, and a section of the model card."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from limpet.errors import LimpetError
+
+if TYPE_CHECKING:
+    from limpet.methods import Memory
+
+FILE = "memory.safetensors"
+NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def local_file(path: str | Path, *, revision: str | None = None) -> Path:
+    """The file of a memory: a file, a folder that has one, or (downloaded) that of a model on the hub."""
+    found = Path(path)
+    if found.is_dir():
+        return found / FILE
+    if found.exists() or found.suffix or not NAME.fullmatch(str(path)):
+        return found
+    return Path(_hub().hf_hub_download(str(path), FILE, revision=revision))
+
+
+def push(memory: Memory, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
+    """Upload the memory into a repository of the hub, which is made where it is not there; its address."""
+    api = _hub().HfApi(token=token)
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        memory.save(Path(folder) / FILE)
+        told = api.upload_file(path_or_fileobj=str(Path(folder) / FILE), path_in_repo=FILE, repo_id=repo_id)
+    return str(told)
+
+
+def card(memory: Memory, model: str, data: str) -> str:
+    """A section for the model card of a model that is published with its memory."""
+    return f"""## Fine-tune without forgetting
+
+`{FILE}` is a memory of this model, made by limpet (`pip install limpet`) from {memory.examples:,} tokens of {data}: a
+Gaussian over the weights that says which changes would hurt what the model knows. Training that holds fast to it, with
+LoRA or without:
+
+```python
+import limpet
+from limpet.integrations.transformers import MemoryCallback
+
+memory = limpet.load("{model}", model)  # before or after get_peft_model(model, ...)
+trainer = Trainer(model, args, train_dataset=data, callbacks=[MemoryCallback(memory)])
+```
+
+`memory.forecast()` says how much of the old loss has been given up, in nats per token;
+`MemoryCallback(memory, budget=0.05)` lets no more than that go.
+"""
+
+
+def _hub() -> Any:
+    try:
+        import huggingface_hub
+    except ImportError as missing:
+        raise LimpetError("the hub needs huggingface_hub: pip install 'limpet[transformers]'") from missing
+    return huggingface_hub
