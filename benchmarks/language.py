@@ -38,9 +38,9 @@ from limpet.curvature import Block, discover
 
 RESULTS = Path(__file__).parents[1] / "results" / "language"
 LENGTH, BATCH = 64, 4
-STEPS, LOOKS = 120, (0, 5, 10, 20, 35, 50, 70, 95, 120)
-MEMORY_TOKENS, HELD_OUT, NEW_BLOCKS = 16_000, 60, 400
-RANK, LR, LAST_LR, LAST_BLOCKS = 8, 5e-4, 1e-4, 2
+STEPS, LOOKS = 60, (0, 5, 10, 20, 30, 45, 60)
+MEMORY_TOKENS, HELD_OUT, NEW_BLOCKS = 12_000, 40, 400
+RANK, LR, LAST_LR, LAST_BLOCKS = 8, 2e-3, 3e-4, 2
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RUNS: dict[str, tuple[str, str, float]] = {  # name: what trains, what holds, how strongly
     "plain": ("adapters", "nothing", 0.0),

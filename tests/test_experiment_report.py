@@ -83,15 +83,16 @@ def test_the_best_of_those_with_most_seeds_stands_for_a_method(tmp_path: Path) -
 
 
 def test_a_table_also_shows_strengths_that_the_memory_chose(tmp_path: Path) -> None:
-    made = [*some_records(), record("online-laplace", "kronecker", "auto", 0, shift=-1.0)]
+    made = [*some_records(), record("online-laplace", "kronecker", "auto", 0, shift=1.0)]
     (experiment,) = gather([write(tmp_path / "runs", made)])
     shown = [(row.label, row.strength_text, round(row.mean, 2)) for row in experiment.rows()]
     assert shown[:3] == [
         ("joint", "1", 85.0),
-        ("online-laplace/kronecker", "3", 83.05),
-        ("online-laplace/kronecker", "auto", 82.0),
+        ("online-laplace/kronecker", "auto", 84.0),
+        ("online-laplace/kronecker", "3", 83.05),  # which stands for the method
     ]
     assert [row.label for row in experiment.rows()[3:]] == experiment.labels()[2:]
+    assert experiment.best("online-laplace/kronecker").strength == 3
 
 
 def test_report_writes_everything_and_again_from_its_own_records(tmp_path: Path) -> None:

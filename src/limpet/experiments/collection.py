@@ -94,8 +94,12 @@ class Experiment:
         return [(v.strength, v) for v in self.of(label) if v.strength is not None]
 
     def best(self, label: str) -> Variant:
-        """What stands for the method: of the variants with most seeds the one with the best mean."""
-        return max(self.of(label), key=lambda v: (len(v.records), v.mean))
+        """What stands for the method: of the variants with most seeds the one with the best mean.
+
+        A strength that the memory chose has a row of its own beside the given ones.
+        """
+        given = [v for v in self.of(label) if v.strength is not None]
+        return max(given or self.of(label), key=lambda v: (len(v.records), v.mean))
 
     def rows(self) -> list[Variant]:
         """What a table shows, best first: every method at its best, and memories that chose their own strength."""

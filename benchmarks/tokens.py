@@ -1,0 +1,140 @@
+"""How many tokens make the factors of a language model, and what does a protected step with adapters cost?
+
+    python benchmarks/tokens.py --model M --text A.txt --memory memory.safetensors
+    python benchmarks/tokens.py --draw                    # the figure and the numbers, from what was kept
+
+The error of a factor is the relative distance, in the Frobenius norm, between what N tokens give and what all others
+give: two samples that share no text. Layers of the first, the middle and the last block are looked at. A step is one
+of AdamW on rank-8 adapters of all linear layers, 4 sequences of 64 tokens; protected and plain steps take turns, and
+the medians of both are compared. The memory is one that benchmarks/language.py made of the same model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from torch import Tensor
+
+import limpet
+from language import BATCH, LENGTH, LINEAR, RANK, RESULTS, blocks
+from limpet.curvature import FisherPass, Structure, discover
+from limpet.precision import KroneckerTerm
+
+TOKENS = (500, 1000, 2000, 4000, 8000)
+KINDS = ("q_proj", "down_proj")
+
+
+def factors(model: Any, rows: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Q and H, per token, of the layers that train."""
+    one = FisherPass(model, discover(model), limpet.Categorical(), Structure("kronecker", 4096), fisher="sampled")
+    found = one.run([{"input_ids": part} for part in torch.split(rows, BATCH)])
+    terms = {name: term for name, (term,) in found.terms.items() if isinstance(term, KroneckerTerm)}
+    return {name: (term.inputs, term.outputs / found.examples) for name, term in terms.items()}
+
+
+def errors(model: Any, rows: Tensor) -> list[dict[str, Any]]:
+    """The error of every factor at every number of tokens."""
+    layers = model.config.num_hidden_layers
+    wanted = [f"layers.{i}." for i in (0, layers // 2, layers - 1)]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(w in name for w in wanted) and any(f".{kind}." in name for kind in KINDS))
+    most = max(TOKENS) // (LENGTH - 1)
+    reference = factors(model, rows[most:])
+    found = []
+    for tokens in TOKENS:
+        sample = factors(model, rows[: tokens // (LENGTH - 1)])
+        for name, pair in sample.items():
+            off = [float((a - b).norm() / b.norm()) for a, b in zip(pair, reference[name], strict=True)]
+            found.append({"tokens": tokens, "layer": name, "inputs": round(off[0], 4), "gradients": round(off[1], 4)})
+        print(f"{tokens} tokens: {found[-1]}", flush=True)
+    return found
+
+
+def cost(model: Any, memory: Path, rows: Tensor, rounds: int) -> dict[str, float]:
+    """The time of a protected step against that of a plain one."""
+    model.requires_grad_(True)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=LINEAR))
+    held = limpet.load(memory, adapted)
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.0)
+    adapted.train()
+
+    def step(number: int) -> float:
+        begin = time.perf_counter()
+        part = rows[BATCH * number : BATCH * (number + 1)]
+        optimizer.zero_grad()
+        torch.autograd.backward(adapted(input_ids=part, labels=part).loss)
+        optimizer.step()
+        return time.perf_counter() - begin
+
+    plain, protected = [], []
+    for number in range(rounds + 1):
+        plain.append(step(2 * number))
+        with held.protect(optimizer, examples=10_000, mode="gradient"):
+            protected.append(step(2 * number + 1))
+        print(f"plain {plain[-1]:.2f} s, protected {protected[-1]:.2f} s", flush=True)
+    ratio = statistics.median(b / a for a, b in zip(plain[1:], protected[1:], strict=True))
+    return {"plain": statistics.median(plain[1:]), "protected": statistics.median(protected[1:]), "ratio": ratio}
+
+
+def draw(found: list[dict[str, Any]], path: Path) -> None:
+    """Errors over tokens, on logarithmic scales."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
+    names = sorted({row["layer"] for row in found})
+    titles = {"inputs": "Q, of the inputs", "gradients": "H, of the gradients"}
+    for axis, (kind, title) in zip(axes, titles.items(), strict=True):
+        for name in names:
+            some = [row for row in found if row["layer"] == name]
+            x, y = [row["tokens"] for row in some], [row[kind] for row in some]
+            axis.plot(x, y, marker="o", markersize=3, label=name)
+        axis.set(xscale="log", yscale="log", xlabel="tokens", title=title)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("relative error")
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, fontsize=7, ncols=3, loc="outside lower center")
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--text", type=Path, nargs="+", default=[])
+    parser.add_argument("--memory", type=Path)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    path = RESULTS / "tokens.json"
+    record = json.loads(path.read_text()) if path.exists() else {}
+    if not options.draw:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+        rows = blocks(tokenizer, options.text, 2 * max(TOKENS) // (LENGTH - 1), seed=3)
+        model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+        if options.memory is not None:
+            record["step"] = cost(model, options.memory, rows, options.rounds)
+            model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+        record["errors"] = errors(model, rows)
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    draw(record["errors"], RESULTS / "tokens.png")
+    for tokens in TOKENS:
+        some = [row for row in record["errors"] if row["tokens"] == tokens]
+        mean = {kind: statistics.mean(row[kind] for row in some) for kind in ("inputs", "gradients")}
+        print(f"{tokens} tokens: error of Q {mean['inputs']:.3f}, of H {mean['gradients']:.3f}")
+    if "step" in record:
+        print("a protected step takes {ratio:.3f} times a plain one ({plain:.2f} s)".format(**record["step"]))
+
+
+if __name__ == "__main__":
+    main()
