@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from limpet.calibration import Curve
 from limpet.curvature import Fisher, Forward, call, named_parameters, prepared, shifted, trainable, untouched
 from limpet.likelihoods import Likelihood
+from limpet.parallel import current
 from limpet.posterior import Posterior
 from limpet.precision.linalg import bisected
 from limpet.surroundings import Place, by_parameter, places
@@ -49,10 +50,12 @@ SURE = 20
 def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forward: Forward | None, seed: int) -> Curve:
     """The curve of a task whose Fisher has just been added to the posterior, at the weights as they are."""
     blocks = places(posterior, fisher)
+    ranks = current()
     # a backward pass costs two forward ones
     rows = round(SHARE * fisher.rows * (1 + 2 * fisher.roots) / (2 * len(RISES) + 1))
-    look = Look(posterior.model, fisher.first.take(max(rows, LEAST)), likelihood, forward, seed)
-    if not blocks or not look.batches:
+    share = max(rows, LEAST) if ranks is None else -(-max(rows, LEAST) // ranks.size)
+    look = Look(posterior.model, fisher.first.take(share), likelihood, forward, seed)
+    if not blocks or not (look.batches or ranks):
         return Curve()
     points = []
     with untouched(posterior.model):
@@ -121,7 +124,7 @@ class Look:
     @torch.no_grad()
     def loss(self, displacement: Mapping[str, Tensor]) -> float:
         """The mean negative log likelihood at weights + displacement."""
-        total, count = 0.0, 0
+        total, count = 0.0, 0.0
         with shifted(self.parameters, displacement):
             for number, batch in enumerate(self.batches):
                 outputs, targets = call(self.model, batch, self.forward)
@@ -130,6 +133,9 @@ class Look:
                 targets = self.targets[number]
                 total += float(self.likelihood.negative_log_likelihood(outputs, targets))
                 count += self.likelihood.count(outputs, targets)
+        ranks = current()
+        if ranks is not None:
+            total, count = ranks.numbers(total, count)
         return total / count
 
     def _meet(self, outputs: Any, targets: Any) -> None:
@@ -142,9 +148,12 @@ class Look:
 
     def towards_unseen(self, names: Sequence[str]) -> dict[str, Tensor] | None:
         """The gradient of the mean log likelihood of labels that never came; None where all did. After `loss`."""
-        if self.labels is None or self.labels.sum() < SURE * len(self.labels) or self.labels.all():
+        ranks, labels = current(), self.labels
+        if ranks is not None:
+            labels = ranks.sum({} if labels is None else {"labels": labels}).get("labels")
+        if labels is None or labels.sum() < SURE * len(labels) or labels.all():
             return None
-        unseen = (self.labels == 0).nonzero().squeeze(1)
+        unseen = (labels == 0).nonzero().squeeze(1).to(self.generator.device)
         wanted = [self.parameters[name] for name in names]
         gradients = [torch.zeros_like(parameter) for parameter in wanted]
         for batch, targets in zip(self.batches, self.targets, strict=True):
@@ -155,4 +164,5 @@ class Look:
             for gradient, part in zip(gradients, found, strict=True):
                 if part is not None:
                     gradient -= part
-        return dict(zip(names, gradients, strict=True))
+        found_by_name = dict(zip(names, gradients, strict=True))
+        return found_by_name if ranks is None else ranks.sum(found_by_name)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from limpet.curvature import Block, Fisher
+from limpet.parallel import current
 from limpet.posterior import Posterior
 from limpet.precision import KroneckerSum, Precision, Spectrum, Term
 from limpet.precision.base import noise
@@ -79,7 +80,9 @@ class Surroundings:
         return f"<Surroundings seed={self.seed} temperature={self.temperature!r}>"
 
     def __call__(self, number: int) -> dict[str, Tensor]:
-        """Displacement `number`, by parameter."""
+        """Displacement `number`, by parameter; on many ranks, each has numbers of its own."""
+        ranks = current()
+        number = number if ranks is None else number * ranks.size + ranks.rank
         return by_parameter(self.places, self._drawn(self.temperature, number))
 
     def _drawn(self, temperature: float, number: int) -> list[Tensor]:

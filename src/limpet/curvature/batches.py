@@ -184,3 +184,16 @@ def total_examples(batches: Iterable[Any]) -> int | None:
         return len(batches.sampler)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def needed_total(batches: Iterable[Any], examples: int | None, limit: int | None) -> int | None:
+    """The examples that all batches hold together, where `limit` makes it needed."""
+    if limit is None:
+        return None
+    total = counted_examples(batches)
+    if examples is None and total is None:
+        raise CurvatureError(
+            "with limit=, the pass has to know how many examples the task has altogether, and these batches do "
+            "not say: pass examples="
+        )
+    return total

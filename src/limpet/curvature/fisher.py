@@ -7,7 +7,6 @@ seen, the sums are scaled up by N / seen.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from limpet.curvature.batches import (
     batch_size,
     call,
     check_batches,
-    counted_examples,
+    needed_total,
     part,
     prepared,
     total_examples,
@@ -32,12 +31,14 @@ from limpet.curvature.batches import (
 )
 from limpet.curvature.blocks import Block, named_parameters
 from limpet.curvature.checkpoint import Checkpoint
-from limpet.curvature.guard import shifted, trainable, untouched
+from limpet.curvature.guard import eager, plain_recurrence, shifted, trainable, untouched
 from limpet.curvature.progress import Progress
 from limpet.curvature.record import Recorder
 from limpet.curvature.structure import Structure
+from limpet.curvature.together import read_together
 from limpet.errors import CurvatureError, UnsupportedError, positive_whole
 from limpet.likelihoods import Likelihood, as_tensors
+from limpet.parallel import current
 from limpet.precision import Term
 
 FISHERS = ("auto", "exact", "sampled", "empirical")
@@ -140,24 +141,34 @@ class FisherPass:
         examples = None if examples is None else positive_whole("examples", examples)
         limit = None if limit is None else positive_whole("limit", limit)
         check_batches(batches)
-        total = _total(batches, examples, limit)
+        total = needed_total(batches, examples, limit)
         if checkpoint is not None:
             checkpoint.resume(self)
-        while True:
-            try:
-                bar = Progress(limit or total_examples(batches), show=progress)
-                self._read(batches, limit, bar, checkpoint)
-                break
-            except _UnforeseenError as found:
-                if isinstance(batches, Iterator):
-                    raise CurvatureError(
-                        f"a later batch uses {', '.join(sorted(found.blocks))} in a way that the first ones did not "
-                        "show, and these batches can be read only once: give a loader or a list"
-                    ) from None
-                self.begin_anew(found.blocks)
+        ranks = current()
+        if ranks is None:
+            self._read_all(batches, limit, progress, checkpoint)
+        else:
+            share = None if limit is None else -(-limit // ranks.size)
+            read_together(self, ranks, lambda: self._read_all(batches, share, progress and not ranks.rank, checkpoint))
+            total = None if total is None else round(ranks.numbers(total)[0])
         if not self.seen:
             raise CurvatureError("the batches held no example: give a loader that yields (inputs, targets)")
         return self._result(examples, total)
+
+    def _read_all(
+        self, batches: Iterable[Any], limit: int | None, progress: bool, checkpoint: Checkpoint | None
+    ) -> None:
+        """Read the batches to their end, from the beginning where a later one shows what the first did not."""
+        try:
+            self._read(batches, limit, Progress(limit or total_examples(batches), show=progress), checkpoint)
+        except _UnforeseenError as found:
+            if isinstance(batches, Iterator):
+                raise CurvatureError(
+                    f"a later batch uses {', '.join(sorted(found.blocks))} in a way that the first ones did not "
+                    "show, and these batches can be read only once: give a loader or a list"
+                ) from None
+            self.begin_anew(found.blocks)
+            self._read_all(batches, limit, progress, checkpoint)
 
     def _read(self, batches: Iterable[Any], limit: int | None, bar: Progress, checkpoint: Checkpoint | None) -> None:
         known = self.batches
@@ -170,8 +181,8 @@ class FisherPass:
                 return  # a pass that was stopped when it had all it wanted
             stack.enter_context(untouched(self.model, batches))
             stack.enter_context(trainable(self.parameters[name] for b in self.blocks for name in b.parameters))
-            stack.enter_context(_eager())
-            stack.enter_context(_plain_recurrence(self.model))
+            stack.enter_context(eager())
+            stack.enter_context(plain_recurrence(self.model))
             stack.enter_context(self.recorder.attached(self.blocks))
             for number, batch in enumerate(batches):
                 self.first.add(number, batch)
@@ -380,30 +391,3 @@ def _resolve(fisher: str, likelihood: Likelihood, outputs: Any) -> str:
             "exact roots) take fisher='sampled'"
         )
     return fisher
-
-
-def _total(batches: Iterable[Any], examples: int | None, limit: int | None) -> int | None:
-    """The examples that all batches hold together, where `limit` makes it needed."""
-    if limit is None:
-        return None
-    total = counted_examples(batches)
-    if examples is None and total is None:
-        raise CurvatureError(
-            "with limit=, the pass has to know how many examples the task has altogether, and these batches do "
-            "not say: pass examples="
-        )
-    return total
-
-
-def _eager() -> Any:
-    """Run compiled parts of the model as they are written: inside compiled code hooks do not fire."""
-    if "torch._dynamo" not in sys.modules:
-        return ExitStack()
-    return torch.compiler.set_stance("force_eager")
-
-
-def _plain_recurrence(model: nn.Module) -> Any:
-    """cuDNN's recurrent layers have no backward pass in eval mode; PyTorch's own have."""
-    if torch.cuda.is_available() and any(isinstance(m, nn.RNNBase) for m in model.modules()):
-        return torch.backends.cudnn.flags(enabled=False)
-    return ExitStack()

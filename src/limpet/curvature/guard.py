@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -91,3 +92,17 @@ def random_state(batches: Any = None) -> Iterator[None]:
             generator.set_state(state)
         if accelerator is not None:
             torch.cuda.set_rng_state_all(accelerator)
+
+
+def eager() -> Any:
+    """Run compiled parts of the model as they are written: inside compiled code hooks do not fire."""
+    if "torch._dynamo" not in sys.modules:
+        return ExitStack()
+    return torch.compiler.set_stance("force_eager")
+
+
+def plain_recurrence(model: nn.Module) -> Any:
+    """cuDNN's recurrent layers have no backward pass in eval mode; PyTorch's own have."""
+    if torch.cuda.is_available() and any(isinstance(m, nn.RNNBase) for m in model.modules()):
+        return torch.backends.cudnn.flags(enabled=False)
+    return ExitStack()

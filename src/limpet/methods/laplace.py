@@ -34,12 +34,19 @@ from limpet.forecast import Forecast, fresh_forecast
 from limpet.likelihoods import Likelihood
 from limpet.measuring import measure
 from limpet.methods.memory import MAX_SIDE, Memory
+from limpet.parallel import current
 from limpet.posterior import Held, Posterior
 from limpet.precision import Precision
 from limpet.surroundings import surroundings, with_task
 
 LOOK = 2000
 """Examples that are enough to see the shape of a task's Fisher."""
+
+
+def _own_file(path: str | Path) -> Path:
+    """The checkpoint of this rank, where there are several."""
+    ranks = current()
+    return Path(path) if ranks is None else Path(f"{path}.rank{ranks.rank}of{ranks.size}")
 
 
 class Laplace(Memory):
@@ -101,7 +108,7 @@ class Laplace(Memory):
         names a file to which a long pass is written once a minute: called again after a crash, with batches in the
         same order, it goes on from there; the file is gone once the task is taken in.
         """
-        saved = None if checkpoint is None else Checkpoint(checkpoint)
+        saved = None if checkpoint is None else Checkpoint(_own_file(checkpoint))
         self._settle([self._measure(batches, examples, limit, forward, progress, saved)], forward)
         if saved is not None:
             saved.remove()

@@ -1,0 +1,54 @@
+"""One pass on many ranks: each reads its share of the data, and the sums are added up at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from limpet.errors import LimpetError
+from limpet.parallel import Ranks
+
+if TYPE_CHECKING:
+    from limpet.curvature.fisher import FisherPass
+
+
+def read_together(one_pass: FisherPass, ranks: Ranks, read: Callable[[], None]) -> None:
+    """Read on every rank until all of them measure the same blocks in the same way; then add up.
+
+    What one rank's data show to be used directly is measured so by all, which costs the others a second reading.
+    """
+    while True:
+        error: LimpetError | None = None
+        try:
+            read()
+        except LimpetError as told:
+            error = told
+        ranks.refuse_together(error)
+        direct = ranks.gather({block.name for block in one_pass.blocks if not block.layers})
+        everywhere = set().union(*direct)
+        if all(found == everywhere for found in direct):
+            break
+        missing = {block.name for block in one_pass.blocks if block.layers and everywhere & set(block.parameters)}
+        if missing:
+            one_pass.begin_anew(missing)
+    add_up(one_pass, ranks)
+
+
+def add_up(one_pass: FisherPass, ranks: Ranks) -> None:
+    """Let the sums of every rank be those of all."""
+    if not one_pass.sums:
+        one_pass.make_sums()  # a rank without data
+    own = {
+        f"{name}|{key}": tensor
+        for name, accumulator in one_pass.sums.items()
+        for key, tensor in accumulator.sums().items()
+    }
+    summed = ranks.sum({**own, "tally": one_pass.tally})
+    one_pass.tally = summed.pop("tally").cpu()
+    for name, accumulator in one_pass.sums.items():
+        accumulator.load({key.partition("|")[2]: t for key, t in summed.items() if key.partition("|")[0] == name})
+    one_pass.seen, one_pass.rows = (round(total) for total in ranks.numbers(one_pass.seen, one_pass.rows))
+    one_pass.used = set().union(*ranks.gather(one_pass.used))
+    told = [found for found in ranks.gather((one_pass.roots, one_pass.fisher)) if found[0]]
+    if told:
+        one_pass.roots, one_pass.fisher = told[0]

@@ -1,0 +1,15 @@
+"""Many processes: who they are, and what they add up. One process alone never makes a process group.
+
+Under torchrun, with the process group that the training has made anyway, every rank calls the same methods with its own
+share of the data:
+
+    torch.distributed.init_process_group()
+    memory = limpet.OnlineLaplace(DistributedDataParallel(model))
+    memory.consolidate(loader)  # with a DistributedSampler, or any other shards
+
+and every rank has the memory of all of them.
+"""
+
+from limpet.parallel.ranks import Ranks, alone, current
+
+__all__ = ["Ranks", "alone", "current"]

@@ -1,0 +1,112 @@
+"""What every rank does in tests of many processes: `python -m torch.distributed.run --nproc-per-node N many_ranks.py`.
+
+many_ranks.py pass FOLDER        curvature of many networks, one file each, written by rank 0
+many_ranks.py train FOLDER       fifty protected steps under DistributedDataParallel
+many_ranks.py wrong              one rank's data are wrong
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import limpet
+import networks
+from limpet.errors import CurvatureError
+
+NETWORKS = ["linear", "conv2d", "attention", "embedding", "batch norm 1d", "direct parameter"]
+STRUCTURES = ["kronecker", "diagonal"]
+
+
+def shards(x: Tensor, y: Tensor, rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
+    """Uneven ones: rank 0 has the most, and of four ranks the last has nothing."""
+    ends = [0, 9, 19, 24, 24] if size == 4 else [0, *(24 * (i + 2) // (size + 1) for i in range(size))]
+    rows = slice(ends[rank], ends[rank + 1])
+    return list(zip(x[rows].split(5), y[rows].split(5), strict=True)) if rows.start < rows.stop else []
+
+
+def passes(folder: Path, rank: int, size: int) -> None:
+    """The memories of two tasks, of every network and structure."""
+    for name in NETWORKS:
+        for structure in STRUCTURES:
+            model, x, y = networks.build(name)
+            memory = limpet.OnlineLaplace(model, structure=structure)
+            x, y = torch.cat([x, x.flip(1), x, x.flip(1)]), torch.cat([y, y, y.flip(0), y])
+            for data in ((x, y), (x.flip(0), y)):
+                memory.consolidate(shards(*data, rank, size), progress=False)
+            if rank == 0:
+                memory.save(folder / f"{name}-{structure}.safetensors")
+
+
+def train(folder: Path, rank: int, size: int) -> None:
+    """Every rank takes its part of the same global batches."""
+    torch.manual_seed(0)
+    for mode, every in (("proximal", 1), ("proximal", 4), ("gradient", 1)):
+        model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                seed = torch.Generator().manual_seed(parameter.numel())
+                parameter.copy_(torch.randn(parameter.shape, generator=seed))
+        x = torch.randn(80, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        y = torch.randint(0, 3, (80,), generator=torch.Generator().manual_seed(2))
+        net: nn.Module = DistributedDataParallel(model) if size > 1 else model
+        memory = limpet.OnlineLaplace(net, strength=4.0)
+        memory.consolidate([(x[rank::size], y[rank::size])], progress=False)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        with memory.protect(optimizer, examples=80, mode=mode, every=every):
+            for step in range(50):
+                rows = torch.arange(8 * (step % 10), 8 * (step % 10) + 8)[rank::size]
+                optimizer.zero_grad()
+                F.cross_entropy(net(x.flip(0)[rows]), y[rows]).backward()
+                optimizer.step()
+        if rank == 0:
+            tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
+            tensors["forecast"] = torch.tensor(float(memory.forecast()), dtype=torch.float64)
+            save_file(tensors, folder / f"{mode}-{every}.safetensors")
+
+
+def wrong(rank: int) -> None:
+    """All ranks hear of it, and none waits."""
+    model, x, y = networks.build("linear")
+    if rank == 1:
+        x = torch.full_like(x, float("nan"))
+    memory = limpet.OnlineLaplace(model)
+    try:
+        memory.consolidate([(x, y)], progress=False)
+    except CurvatureError as error:
+        print(f"rank {rank} heard: {error}", flush=True)
+    with limpet.parallel.alone():
+        if rank == 0:
+            memory.consolidate([(x, y)], progress=False)
+            print(f"alone: {memory.examples}", flush=True)
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    what, rest = sys.argv[1], sys.argv[2:]
+    several = dist.is_torchelastic_launched()
+    if several:
+        dist.init_process_group("gloo")
+    rank, size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+    jobs: dict[str, Any] = {
+        "pass": lambda: passes(Path(rest[0]), rank, size),
+        "train": lambda: train(Path(rest[0]), rank, size),
+        "wrong": lambda: wrong(rank),
+    }
+    jobs[what]()
+    if several:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Many processes give what one gives. The processes are real ones, started by torchrun."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import limpet
+import many_ranks
+import networks
+from limpet import parallel
+
+SCRIPT = Path(__file__).with_name("many_ranks.py")
+
+
+def torchrun(ranks: int, *words: str, timeout: float = 240) -> str:
+    """What the ranks print. Whatever happens, no process of theirs is left."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(launcher if ranks > 1 else []), str(SCRIPT), *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        told, _ = process.communicate(timeout=timeout)
+    finally:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
+            child.kill()
+        process.kill()
+    assert process.returncode == 0, told
+    return told
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    many_ranks.passes(folder, 0, 1)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_memory_of_many_ranks_is_that_of_one(ranks: int, alone: Path, tmp_path: Path) -> None:
+    torchrun(ranks, "pass", str(tmp_path))
+    names = sorted(path.name for path in alone.iterdir())
+    assert len(names) == len(many_ranks.NETWORKS) * len(many_ranks.STRUCTURES)
+    for name in names:
+        network = name.rpartition("-")[0]
+        model, _, _ = networks.build(network)
+        one, many = (limpet.load(folder / name, model) for folder in (alone, tmp_path))
+        assert one.examples == many.examples == 48 and one.tasks == many.tasks == 2
+        assert one.posterior.held.keys() == many.posterior.held.keys()
+        for key, held in one.posterior.held.items():
+            other = many.posterior.held[key]
+            expected = held.precision.dense()
+            assert torch.equal(other.mean, held.mean)
+            assert (other.precision.dense() - expected).norm() < 1e-5 * expected.norm(), (name, key)
+
+
+@pytest.mark.slow
+def test_fifty_protected_steps_on_many_ranks_are_those_of_one(tmp_path: Path) -> None:
+    for ranks in (1, 2, 4):
+        (tmp_path / str(ranks)).mkdir()
+        torchrun(ranks, "train", str(tmp_path / str(ranks)))
+    for path in (tmp_path / "1").iterdir():
+        one = load_file(path)
+        for ranks in (2, 4):
+            many = load_file(tmp_path / str(ranks) / path.name)
+            for key, tensor in one.items():
+                assert (many[key] - tensor).norm() < 1e-4 * tensor.norm(), (path.name, ranks, key)
+
+
+@pytest.mark.slow
+def test_what_is_wrong_on_one_rank_is_heard_on_all() -> None:
+    told = torchrun(2, "wrong")
+    assert "rank 0 heard: rank 1: the model's outputs hold inf or nan" in told
+    assert "rank 1 heard: the model's outputs hold inf or nan" in told
+    assert "alone: " in told
+
+
+def test_one_process_knows_no_others() -> None:
+    import torch.distributed as dist
+
+    assert parallel.current() is None and not dist.is_initialized()
