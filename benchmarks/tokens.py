@@ -6,7 +6,8 @@
 The error of a factor is the relative distance, in the Frobenius norm, between what N tokens give and what all others
 give: two samples that share no text. Layers of the first, the middle and the last block are looked at. A step is one
 of AdamW on rank-8 adapters of all linear layers, 4 sequences of 64 tokens; protected and plain steps take turns, and
-the medians of both are compared. The memory is one that benchmarks/language.py made of the same model.
+their medians are compared; with every=4 the gradient of the penalty is made anew every fourth step. The memory is one
+that benchmarks/language.py made of the same model.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from limpet.precision import KroneckerTerm
 
 TOKENS = (500, 1000, 2000, 4000, 8000)
 KINDS = ("q_proj", "down_proj")
+LAZY = 4
 
 
 def factors(model: Any, rows: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -63,10 +65,11 @@ def cost(model: Any, memory: Path, rows: Tensor, rounds: int) -> dict[str, float
     model.requires_grad_(True)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=LINEAR))
     held = limpet.load(memory, adapted)
-    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.0)
+    parameters = [p for p in adapted.parameters() if p.requires_grad]
+    free, bound = (torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0) for _ in range(2))
     adapted.train()
 
-    def step(number: int) -> float:
+    def step(number: int, optimizer: torch.optim.Optimizer) -> float:
         begin = time.perf_counter()
         part = rows[BATCH * number : BATCH * (number + 1)]
         optimizer.zero_grad()
@@ -74,14 +77,22 @@ def cost(model: Any, memory: Path, rows: Tensor, rounds: int) -> dict[str, float
         optimizer.step()
         return time.perf_counter() - begin
 
-    plain, protected = [], []
-    for number in range(rounds + 1):
-        plain.append(step(2 * number))
-        with held.protect(optimizer, examples=10_000, mode="gradient"):
-            protected.append(step(2 * number + 1))
-        print(f"plain {plain[-1]:.2f} s, protected {protected[-1]:.2f} s", flush=True)
-    ratio = statistics.median(b / a for a, b in zip(plain[1:], protected[1:], strict=True))
-    return {"plain": statistics.median(plain[1:]), "protected": statistics.median(protected[1:]), "ratio": ratio}
+    times: dict[str, list[float]] = {"plain": [], "every step": [], f"every {LAZY} steps": []}
+    with held.protect(bound, examples=10_000):
+        for number in range(rounds + 1):
+            times["plain"].append(step(2 * number, free))
+            times["every step"].append(step(2 * number + 1, bound))
+            print(f"plain {times['plain'][-1]:.2f} s, protected {times['every step'][-1]:.2f} s", flush=True)
+    with held.protect(bound, examples=10_000, every=LAZY):
+        for number in range(rounds + 1):
+            some = [step((2 * number + i) % (len(rows) // BATCH), bound) for i in range(LAZY)]
+            times[f"every {LAZY} steps"].append(statistics.mean(some))
+            times["plain"].append(step(2 * number + 1, free))
+    usual = statistics.median(times["plain"][1:])
+    return {
+        "plain": usual,
+        **{name: statistics.median(some[1:]) / usual for name, some in times.items() if name != "plain"},
+    }
 
 
 def draw(found: list[dict[str, Any]], path: Path) -> None:
@@ -133,7 +144,9 @@ def main() -> None:
         mean = {kind: statistics.mean(row[kind] for row in some) for kind in ("inputs", "gradients")}
         print(f"{tokens} tokens: error of Q {mean['inputs']:.3f}, of H {mean['gradients']:.3f}")
     if "step" in record:
-        print("a protected step takes {ratio:.3f} times a plain one ({plain:.2f} s)".format(**record["step"]))
+        usual = record["step"].pop("plain")
+        told = ", ".join(f"{ratio:.3f} (penalty {name})" for name, ratio in record["step"].items())
+        print(f"a protected step takes {told} times a plain one of {usual:.2f} s")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ many_ranks.py wrong              one rank's data are wrong
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from pathlib import Path
@@ -25,6 +26,7 @@ from limpet.errors import CurvatureError
 
 NETWORKS = ["linear", "conv2d", "attention", "embedding", "batch norm 1d", "direct parameter"]
 STRUCTURES = ["kronecker", "diagonal"]
+FISHERS = ["exact", "sampled"]
 
 
 def shards(x: Tensor, y: Tensor, rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
@@ -37,14 +39,14 @@ def shards(x: Tensor, y: Tensor, rank: int, size: int) -> list[tuple[Tensor, Ten
 def passes(folder: Path, rank: int, size: int) -> None:
     """The memories of two tasks, of every network and structure."""
     for name in NETWORKS:
-        for structure in STRUCTURES:
+        for structure, fisher in itertools.product(STRUCTURES, FISHERS):
             model, x, y = networks.build(name)
-            memory = limpet.OnlineLaplace(model, structure=structure)
+            memory = limpet.OnlineLaplace(model, structure=structure, fisher=fisher)
             x, y = torch.cat([x, x.flip(1), x, x.flip(1)]), torch.cat([y, y, y.flip(0), y])
             for data in ((x, y), (x.flip(0), y)):
                 memory.consolidate(shards(*data, rank, size), progress=False)
             if rank == 0:
-                memory.save(folder / f"{name}-{structure}.safetensors")
+                memory.save(folder / f"{name}-{structure} {fisher}.safetensors")
 
 
 def train(folder: Path, rank: int, size: int) -> None:

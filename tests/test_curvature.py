@@ -13,6 +13,7 @@ import networks
 from limpet.curvature import DIRECT, discover
 from limpet.errors import CurvatureError, UnsupportedError
 from limpet.likelihoods import Categorical, Gaussian
+from limpet.likelihoods.random import Draws
 from limpet.precision import DenseTerm, DiagonalTerm, KroneckerTerm
 from networks import NETWORKS, build
 from reference import close, dense_fisher, measure
@@ -207,7 +208,7 @@ def test_outputs_per_position_diagonal(kind: type[nn.Module]) -> None:
     model, x, y = per_token_case(kind)
     found = measure(model, [(x, y)], CATEGORICAL, seed=3)
     assert found.kind == "sampled" and found.examples == found.seen == 27
-    root = CATEGORICAL.sampled_root(model(x).detach(), y, torch.Generator().manual_seed(3))
+    root = CATEGORICAL.sampled_root(model(x).detach(), y, Draws.of([x, y], 3))
     assert not root[0, :3].any()
     for block in found.blocks:
         (term,) = found.terms[block.name]
@@ -224,7 +225,7 @@ def test_embedding_tied_to_the_head_gives_two_terms() -> None:
     assert block.kind == "embedding+linear" and block.shape == (6, 4)
     as_embedding, as_head = found.terms[block.name]
     assert isinstance(as_embedding, KroneckerTerm) and isinstance(as_head, KroneckerTerm)
-    root = CATEGORICAL.sampled_root(model(x).detach(), y, torch.Generator().manual_seed(3))
+    root = CATEGORICAL.sampled_root(model(x).detach(), y, Draws.of([x, y], 3))
     embedded = model.embed(x)
     hidden = torch.tanh(model.mix(embedded))
     (g,) = torch.autograd.grad(F.linear(hidden, model.embed.weight.detach()), embedded, root)

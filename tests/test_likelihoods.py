@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import limpet.likelihoods as L
 from limpet.errors import UnsupportedError
+from limpet.likelihoods.random import Draws
 from reference import close, measure, output_hessian
 
 CASES: dict[str, tuple[L.Likelihood, Any, Any]] = {
@@ -151,3 +152,35 @@ def test_bernoulli_targets_are_checked() -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(UnsupportedError, match="categorical"):
         measure(model, [(torch.randn(4, 3), torch.full((4, 2), 3.0))], L.Bernoulli())
+
+
+def test_what_is_drawn_for_an_example_depends_on_it_and_the_seed_alone() -> None:
+    x = torch.randn(400, 7, generator=torch.Generator().manual_seed(0))
+    outputs = torch.randn(400, 5, generator=torch.Generator().manual_seed(1))
+    given = outputs
+    for likelihood in (L.Categorical(), L.Bernoulli(), L.Gaussian(0.3)):
+        assert likelihood.by_example
+        drawn = likelihood.sample(given, Draws.of([x], 3))
+        order = torch.randperm(400, generator=torch.Generator().manual_seed(2))
+        assert torch.equal(likelihood.sample(given[order], Draws.of([x[order]], 3)), drawn[order])
+        assert torch.equal(likelihood.sample(given[17:29], Draws.of([x[17:29]], 3)), drawn[17:29])
+        assert not torch.equal(likelihood.sample(given, Draws.of([x], 4)), drawn)
+        stream = Draws.of([x], 3)
+        assert torch.equal(likelihood.sample(given, stream), drawn)
+        assert not torch.equal(likelihood.sample(given, stream), drawn)  # the next draw
+
+
+def test_draws_have_the_distribution_of_the_likelihood() -> None:
+    n = 40_000
+    x = torch.arange(n).unsqueeze(-1)
+    logits = torch.tensor([0.3, -1.0, 2.0]).expand(n, 3)
+    labels = L.Categorical().sample(logits, Draws.of([x], 0))
+    shares = torch.bincount(labels, minlength=3) / n
+    assert torch.allclose(shares, logits[0].softmax(0), atol=0.01)
+    ones = L.Bernoulli().sample(logits, Draws.of([x], 0)).mean(0)
+    assert torch.allclose(ones, logits[0].sigmoid(), atol=0.01)
+    noise = L.Gaussian(0.3).sample(torch.zeros(n, 2), Draws.of([x], 0))
+    assert torch.allclose(noise.mean(0), torch.zeros(2), atol=0.01)
+    assert torch.allclose(noise.T.cov(), 0.3 * torch.eye(2), atol=0.01)
+    fourth = noise.pow(4).mean(0) / noise.square().mean(0).square()
+    assert torch.allclose(fourth, torch.full((2,), 3.0), atol=0.1)

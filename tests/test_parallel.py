@@ -46,7 +46,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_memory_of_many_ranks_is_that_of_one(ranks: int, alone: Path, tmp_path: Path) -> None:
     torchrun(ranks, "pass", str(tmp_path))
     names = sorted(path.name for path in alone.iterdir())
-    assert len(names) == len(many_ranks.NETWORKS) * len(many_ranks.STRUCTURES)
+    assert len(names) == len(many_ranks.NETWORKS) * len(many_ranks.STRUCTURES) * len(many_ranks.FISHERS)
     for name in names:
         network = name.rpartition("-")[0]
         model, _, _ = networks.build(network)

@@ -2,7 +2,8 @@
 
 The objective is mean loss + (1 / N) penalty(w). Two ways to add the penalty:
 
-- gradient: before the step, grad += gradient of the penalty / N. Any optimizer; stiff penalties make SGD diverge.
+- gradient: before the step, grad += gradient of the penalty / N. Any optimizer; stiff penalties make SGD diverge. With
+  every=k it is made anew every k steps, and in between taken as it was: the same fixed point, at a k-th of the cost.
 - proximal: after the step, w <- argmin 1/(2 s) ||w - v||^2 + penalty(w) / N; no penalty makes it diverge. For SGD,
   whose step size at rest is s = lr (1 - dampening) / (1 - momentum), Nesterov or not. Taken every k steps with the
   control variate of ProxSkip (Mishchenko et al. 2022), which keeps the fixed point: with h the force of the penalty,
@@ -25,7 +26,7 @@ from limpet.budget import Budget
 from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, positive_whole, warn
 from limpet.optimizers import inner_optimizer, refuse_unsupported
 from limpet.posterior import Held, Posterior
-from limpet.pull import Bound, ProximalState, Pull
+from limpet.pull import Bound, Group, Part, ProximalState, Pull
 from limpet.thin import scale_down
 
 MODES = ("auto", "proximal", "gradient")
@@ -63,10 +64,11 @@ class Protection:
     ) -> None:
         self.posterior = posterior
         self.optimizer = inner_optimizer(optimizer)
-        self.mode, self._asked = _mode(self.optimizer, mode, every), mode
+        self.mode = _mode(self.optimizer, mode, every, list(posterior.thin()))
         self.every = every
         self.weight = _weight(examples, reduction, batch_size)
-        self.state = state if state is not None and state.every == every else ProximalState(every)
+        fits = state is not None and (state.every, state.mode) == (every, self.mode)
+        self.state = state if state is not None and fits else ProximalState(every, mode=self.mode)
         self.factor = 1.0  # what the penalty was multiplied by last
         self._budget = budget if old_examples else None
         self._old_examples = old_examples
@@ -79,6 +81,7 @@ class Protection:
         self._entered = False
         self._groups: list[tuple[int, int]] = []  # the optimizer's groups as they were bound
         self._bound: list[Bound] = []
+        self._group_of: dict[nn.Parameter, Group] = {}
         self._sizes: list[float] = []  # the step size of every block in this step
         self._original: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # parameter, its gradient, ours in its place
 
@@ -106,14 +109,6 @@ class Protection:
         """Find the groups of the blocks' parameters. Done anew when the optimizer's groups change under way."""
         refuse_unsupported(self.optimizer)
         self._groups = self._groups_now()
-        adapted = list(self.posterior.thin())
-        if self.mode == "proximal" and adapted:
-            if self._asked == "proximal" or self.every > 1:
-                raise UnsupportedError(
-                    f"{_few(adapted)} train through low-rank adapters, in which no proximal map is closed: leave out "
-                    "mode= and every=, the gradient of the penalty then joins every step"
-                )
-            self.mode = "gradient"
         self._bound = list(self._blocks())
         if not self._bound:
             raise LimpetError(
@@ -140,7 +135,7 @@ class Protection:
         self._on_exit(finished)
 
     def _blocks(self) -> Iterator[Bound]:
-        group_of = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
+        group_of = self._group_of = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         weights, thin = self.posterior.parameters(), self.posterior.thin()
         decayed = []
         for name, held in self.posterior.held.items():
@@ -206,40 +201,52 @@ class Protection:
                 }
             )
         if self.mode == "gradient":
-            for bound, gradient in self._penalty_gradients():
-                self._add_gradient(bound, gradient, scale)
+            for parameter, group, part in self._penalty_parts():
+                self._add_gradient(parameter, group, part, scale)
         else:
             self._sizes = [self._step_size(bound) for bound in self._bound]  # before the step, which it may refuse
 
-    def _penalty_gradients(self) -> Iterator[tuple[Bound, Tensor]]:
+    def _penalty_parts(self) -> Iterator[Part]:
+        """The gradient of the penalty in every parameter, before it is divided by the examples."""
+        if self.every == 1:
+            yield from self._fresh_parts()
+            return
+        state, parameters = self.state, self.posterior.parameters()
+        if state.count % self.every == 0 or not state.force:
+            names = {parameter: name for name, parameter in parameters.items()}
+            state.force = {names[p]: part.to(p, copy=True) for p, _, part in self._fresh_parts()}
+        state.count += 1
+        for name, part in state.force.items():
+            yield parameters[name], self._group_of[parameters[name]], part
+
+    def _fresh_parts(self) -> Iterator[Part]:
         stepped = [bound for bound in self._bound if bound.stepped]
         if self._budget is None:
             for bound in stepped:
-                yield bound, bound.gradient(bound.displacement())
+                yield from bound.penalty_parts()
             return
-        coordinates = [bound.coordinates() for bound in stepped]
-        spectra = [bound.spectrum for bound in stepped if bound.spectrum is not None]  # there is one with a budget
-        rises = (spectrum.rise(c, 0.0) for spectrum, c in zip(spectra, coordinates, strict=True))
-        self.factor = self._budget.follow((sum(rises) + self._others(stepped)) / self._old_examples)
-        self.state.count, self.state.multiplier = self.state.count + 1, self._budget.state
-        for bound, c in zip(stepped, coordinates, strict=True):
-            yield bound, bound.multiplied_gradient(c, self.factor)
+        measured = [bound.measured() for bound in stepped]
+        rise = sum(found for found, _ in measured) + self._others(stepped)
+        self.factor = self._budget.follow(rise / self._old_examples)
+        self.state.multiplier = self._budget.state
+        self.state.count += self.every == 1
+        for _, parts in measured:
+            yield from parts(self.factor)
 
     def _others(self, bounds: list[Bound]) -> float:
         """1/2 d^T F d of the blocks that are not among these."""
         return sum(self.posterior.rises(without={bound.held.block.name for bound in bounds}).values())
 
-    def _add_gradient(self, bound: Bound, gradient: Tensor, scale: Tensor | None) -> None:
-        for parameter, group, part in bound.parts(gradient):
-            if parameter.grad is None:
-                continue
-            weight = -self.weight if group.get("maximize") else self.weight
-            if scale is not None:
-                part = part * scale.to(part.device)
-            # A tensor in place of the gradient, not a change to it: after the step the user's is there again.
-            ours = torch.add(parameter.grad.to_dense(), part.to(parameter), alpha=weight)
-            self._original.append((parameter, parameter.grad, ours))
-            parameter.grad = ours
+    def _add_gradient(self, parameter: nn.Parameter, group: Group, part: Tensor, scale: Tensor | None) -> None:
+        if parameter.grad is None:
+            return
+        weight = -self.weight if group.get("maximize") else self.weight
+        if scale is not None:
+            part = part * scale.to(part.device)
+        # A tensor in place of the gradient, not a change to it: after the step the user's is there again.
+        ours = torch.add(parameter.grad.to_dense(), part.to(parameter), alpha=weight)
+        self._original.append((parameter, parameter.grad, ours))
+        parameter.grad = ours
 
     def _give_back(self) -> None:
         for parameter, gradient, ours in self._original:
@@ -361,21 +368,24 @@ def _sgd_step(group: dict[str, Any]) -> float:
     return float(group["lr"]) * (1 - dampening) / (1 - momentum)
 
 
-def _mode(optimizer: Any, mode: str, every: int) -> str:
+def _mode(optimizer: Any, mode: str, every: int, adapted: list[str]) -> str:
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
     positive_whole("every", every)
     # a subclass with a step of its own (LARS, sign descent) has another step size
     sgd = isinstance(optimizer, torch.optim.SGD) and _written(type(optimizer)) is _written(torch.optim.SGD)
     if mode == "auto":
-        mode = "proximal" if sgd else "gradient"
+        return "proximal" if sgd and not adapted else "gradient"
+    if mode == "proximal" and adapted:
+        raise UnsupportedError(
+            f"{_few(adapted)} train through low-rank adapters, in which no proximal map is closed: leave out mode=, "
+            "and the gradient of the penalty joins every step"
+        )
     if mode == "proximal" and not sgd:
         raise UnsupportedError(
             f"proximal mode needs torch.optim.SGD, whose step has one size; {type(optimizer).__name__} scales every "
             "weight by itself: use mode='gradient'"
         )
-    if mode == "gradient" and every > 1:
-        raise UnsupportedError("every > 1 is for proximal mode (SGD): in gradient mode every step holds on")
     return mode
 
 

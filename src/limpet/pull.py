@@ -12,6 +12,12 @@ from limpet.posterior import Held
 from limpet.precision import Spectrum
 from limpet.thin import Thin
 
+Group = dict[str, Any]
+"""One of an optimizer's groups of parameters."""
+
+Part = tuple[nn.Parameter, Group, Tensor]
+"""A parameter that the optimizer steps, its group, and a gradient in it."""
+
 
 @dataclass
 class ProximalState:
@@ -22,6 +28,7 @@ class ProximalState:
     force: dict[str, Tensor] = field(default_factory=dict)  # h, by parameter
     pending: dict[str, float] = field(default_factory=dict)  # S, by block
     multiplier: float | None = None  # what a budget remembers
+    mode: str = "proximal"  # in gradient mode, `force` is the gradient of the penalty as it was made last
 
 
 @dataclass
@@ -30,11 +37,11 @@ class Bound:
 
     held: Held
     parameters: list[nn.Parameter]
-    groups: list[dict[str, Any] | None]
+    groups: list[Group | None]
     apply: Callable[[Tensor], Tensor] | None = None  # of the precision, ready for many uses
     spectrum: Spectrum | None = None  # where there is a budget
     thin: Thin | None = None  # where it trains through adapters,
-    adapter_groups: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)  # which have groups of their own
+    adapter_groups: dict[nn.Parameter, Group] = field(default_factory=dict)  # which have groups of their own
 
     @property
     def stepped(self) -> bool:
@@ -64,8 +71,30 @@ class Bound:
         slope = self.held.slope if thin is None else thin.slope
         return gradient if slope is None else gradient + slope
 
-    def parts(self, gradient: Tensor) -> Iterator[tuple[nn.Parameter, dict[str, Any], Tensor]]:
-        """The gradient in every parameter that the optimizer steps, with its group."""
+    def penalty_parts(self) -> Iterator[Part]:
+        """The gradient of the penalty."""
+        short = self._short(1.0)
+        return self.parts(self.gradient(self.displacement())) if short is None else short
+
+    def measured(self) -> tuple[float, Callable[[float], Iterator[Part]]]:
+        """1/2 d^T F d, and the gradient of the penalty with the sum of strength_t F_t times a factor."""
+        if self.thin is not None and self._short(1.0) is not None:
+            return self.thin.rise(), lambda factor: self._short(factor) or iter(())
+        assert self.spectrum is not None
+        c = self.coordinates()
+        return self.spectrum.rise(c, 0.0), lambda factor: self.parts(self.multiplied_gradient(c, factor))
+
+    def _short(self, factor: float) -> Iterator[Part] | None:
+        """The gradient in nothing but adapters, where there is a short way to it."""
+        if self.thin is None or any(group is not None for group in self.groups):
+            return None
+        found = self.thin.penalty_gradients(factor)
+        if found is None:
+            return None
+        return ((p, self.adapter_groups[p], part) for p, part in found if p in self.adapter_groups)
+
+    def parts(self, gradient: Tensor) -> Iterator[Part]:
+        """A gradient in the block, in every parameter that the optimizer steps."""
         if self.thin is not None:
             for parameter, part in self.thin.gradients(gradient):
                 if parameter in self.adapter_groups:

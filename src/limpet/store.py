@@ -63,6 +63,8 @@ def collect(
     running: dict[str, Any] | None = None
     if proximal is not None and proximal.count:
         running = {"every": proximal.every, "count": proximal.count, "pending": dict(proximal.pending)}
+        if proximal.mode != "proximal":
+            running["mode"] = proximal.mode
         if proximal.multiplier is not None:
             running["multiplier"] = proximal.multiplier
         tensors.update({f"force/{name}": tensor.clone() for name, tensor in proximal.force.items()})
@@ -250,7 +252,8 @@ def _restore_proximal(
     every, count = positive_whole("every", running["every"]), positive_whole("count", running["count"])
     multiplier = running.get("multiplier")
     multiplier = None if multiplier is None else signed_number("multiplier", multiplier)
-    state = ProximalState(every, count, pending=pending, multiplier=multiplier)
+    mode = str(running.get("mode", "proximal"))
+    state = ProximalState(every, count, pending=pending, multiplier=multiplier, mode=mode)
     for key in [key for key in tensors if key.startswith("force/")]:
         force, weight = tensors.pop(key), weights[key.removeprefix("force/")]
         if force.shape != weight.shape:

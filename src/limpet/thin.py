@@ -10,12 +10,21 @@ factors of the second are thin. With G = L c, the gradients of 1/2 c^T L c are
     in B: scaling U_H (G (A U_Q)^T),    in A: scaling ((U_H^T B)^T G) U_Q^T.
 
 For a weight of out x in and rank r that is a few times r (out^2 + in^2 + out in) products, never out in (out + in).
+
+Where the memory is of one task, L = prior + Q (x) H, and without an offset not even that. With all adapters side by
+side as one B (times its scaling) and one A,
+
+    penalty = 1/2 tr((B^T H B) (A Q A^T)) + prior / 2 tr((B^T B) (A A^T)),
+    in B: H B (A Q A^T) + prior B (A A^T),    in A: (B^T H B) A Q + prior (B^T B) A,
+
+r (out^2 + in^2) products and nothing of the size of the weight.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +32,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from limpet.curvature import DIRECT, LowRank
-from limpet.precision import Kronecker
+from limpet.precision import Kronecker, Precision
 
 if TYPE_CHECKING:
     from limpet.posterior import Held
+
+
+@dataclass(frozen=True)
+class Product:
+    """prior + Q (x) H by the eigenvalues h and q of its factors."""
+
+    h: Tensor
+    q: Tensor
+    prior: float
 
 
 class Thin:
@@ -38,6 +56,8 @@ class Thin:
         self._known: tuple[Any, Tensor | None] = (None, None)  # the weights as they were, and base - mean
         slope = held.slope
         self.slope = None if slope is None else self._into(slope)
+        self.product = self._product(held.precision)
+        self.fisher_product = self._product(held.precision.fisher())
 
     @property
     def rotated(self) -> bool:
@@ -62,8 +82,15 @@ class Thin:
             start = added if start is None else start + added
         return torch.zeros_like(self.held.mean) if start is None else start
 
+    def _product(self, precision: Precision) -> Product | None:
+        """The precision as prior + Q (x) H, where it is that and the adapters are made of matrices as the block is."""
+        found = precision.separable() if isinstance(precision, Kronecker) and self.slope is None else None
+        return None if found is None or self.held.block.kind == DIRECT else Product(*found, precision.prior)
+
     def value(self) -> Tensor:
         """The penalty of the block, differentiable in the adapters."""
+        if self.product is not None and self._offset() is None:
+            return self._closed(self.product)[0]
         c = self.coordinates()
         value = (c * self.held.precision.apply_in_sides(c)).sum() / 2
         return value if self.slope is None else value + (self.slope * c).sum()
@@ -71,8 +98,41 @@ class Thin:
     def rise(self) -> float:
         """1/2 d^T F d."""
         with torch.no_grad():
+            if self.fisher_product is not None and self._offset() is None:
+                return float(self._closed(self.fisher_product)[0])
             c = self.coordinates()
             return float((c * self.held.precision.fisher().apply_in_sides(c)).sum()) / 2
+
+    def penalty_gradients(self, factor: float = 1.0) -> Iterator[tuple[nn.Parameter, Tensor]] | None:
+        """The gradient of the penalty in the adapters' parameters, where nothing of the weight's size is needed for it.
+
+        With the sum of strength_t F_t times `factor`.
+        """
+        if self.product is None or self._offset() is not None:
+            return None
+        _, of_left, of_right = self._closed(replace(self.product, h=factor * self.product.h))
+        return self._split(of_left, of_right)
+
+    def _split(self, of_left: Tensor, of_right: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        start = 0
+        for adapter in self.adapters:
+            stop = start + adapter.left.shape[1]
+            yield from adapter.gradients(adapter.scaling * of_left[:, start:stop], of_right[start:stop])
+            start = stop
+
+    def _closed(self, product: Product) -> tuple[Tensor, Tensor, Tensor]:
+        """The penalty, and its gradients in all B (times their scalings) side by side and in all A."""
+        like = self.held.mean
+        B = torch.cat([one.scaling * one.left.to(like.device, like.dtype) for one in self.adapters], 1)
+        A = torch.cat([one.right.to(like.device, like.dtype) for one in self.adapters])
+        rotated = self._rows_into(B)
+        HB = self._rows_back(product.h.unsqueeze(-1) * rotated)
+        width = A.shape[1]
+        rotated = A if self.columns is None else A @ self.columns[:width]
+        AQ = self._columns_back(product.q[: rotated.shape[1]] * rotated, width)
+        BHB, AQA, BB, AA = B.mT @ HB, AQ @ A.mT, B.mT @ B, A @ A.mT
+        value = ((BHB * AQA).sum() + product.prior * (BB * AA).sum()) / 2
+        return value, HB @ AQA + product.prior * (B @ AA), BHB @ AQ + product.prior * (BB @ A)
 
     def pull(self, c: Tensor) -> Tensor:
         """The gradient of the penalty in the coordinates."""
@@ -94,8 +154,12 @@ class Thin:
         return c if self.columns is None else c @ self.columns.mT
 
     def _into(self, block: Tensor) -> Tensor:
-        block = block if self.rows is None else self.rows.mT @ block
+        block = self._rows_into(block)
         return block if self.columns is None else block @ self.columns
+
+    def _rows_into(self, thin: Tensor) -> Tensor:
+        # (v^T U)^T rather than U^T v: for thin v nearly twice as fast
+        return thin if self.rows is None else (thin.mT @ self.rows).mT
 
     def _rows_back(self, thin: Tensor) -> Tensor:
         return thin if self.rows is None else self.rows @ thin
@@ -107,8 +171,7 @@ class Thin:
         """U_H^T left and right U_Q; where the block has a bias, no adapter reaches its column."""
         like = self.held.mean
         left, right = (factor.to(like.device, like.dtype) for factor in (adapter.left, adapter.right))
-        if self.rows is not None:
-            left = self.rows.mT @ left
+        left = self._rows_into(left)
         if self.columns is not None:
             return left, right @ self.columns[: right.shape[1]]
         bias = 0 if self.held.block.kind == DIRECT else self.held.block.shape[-1] - right.shape[1]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from limpet.curvature.accumulators import Accumulator
 from limpet.curvature.audit import gradients_at, not_by_example, unseen
@@ -38,6 +39,7 @@ from limpet.curvature.structure import Structure
 from limpet.curvature.together import read_together
 from limpet.errors import CurvatureError, UnsupportedError, positive_whole
 from limpet.likelihoods import Likelihood, as_tensors
+from limpet.likelihoods.random import Draws, Random
 from limpet.parallel import current
 from limpet.precision import Term
 
@@ -299,7 +301,7 @@ class FisherPass:
         direct = [block for block in self.blocks if not block.layers]
         silent = [block for block in hooked if not self.recorder.calls.get(block.name)]
         watched = {name: self.parameters[name] for block in silent for name in block.parameters}
-        roots = self._roots(outputs, targets)
+        roots = self._roots(batch, outputs, targets)
         self.roots = 0
         kept: list[tuple[Tensor, ...]] = []
         following, first = next(roots, None), True
@@ -337,7 +339,7 @@ class FisherPass:
             self.used.update(block.parameters)
         self.sums[block.name].add_gradients(calls)
 
-    def _roots(self, outputs: Any, targets: Any) -> Iterator[tuple[Tensor, ...]]:
+    def _roots(self, batch: Any, outputs: Any, targets: Any) -> Iterator[tuple[Tensor, ...]]:
         with torch.no_grad():
             detached = outputs.detach() if isinstance(outputs, Tensor) else tuple(o.detach() for o in outputs)
             if self.fisher == "exact":
@@ -346,9 +348,16 @@ class FisherPass:
             elif self.fisher == "empirical":
                 yield as_tensors(self.likelihood.gradient(detached, targets))
             else:
+                random = self._random(batch, as_tensors(outputs)[0].shape[0])
                 for _ in range(self.draws):
-                    root = self.likelihood.sampled_root(detached, targets, self.generator)
+                    root = self.likelihood.sampled_root(detached, targets, random)
                     yield tuple(tensor * self.draws**-0.5 for tensor in as_tensors(root))
+
+    def _random(self, batch: Any, count: int) -> Random:
+        """Random numbers that depend on the example alone, where the batch has its examples one by one."""
+        if not self.likelihood.by_example or batch_size(batch) != count:
+            return self.generator
+        return Draws.of([leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()], self.seed)
 
     def _accumulate_direct(
         self,

@@ -33,7 +33,7 @@ class MemoryCallback(TrainerCallback):
     """Protects while the Trainer trains, logs forecast and penalty beside the loss, and goes on from its checkpoints.
 
     `memory` is a memory or the file of one. `examples` is N, the examples of the new task (for a language model the
-    tokens that are predicted in one epoch; counted where the data set says so), `budget` and `mode` are as in
+    tokens that are predicted in one epoch; counted where the data set says so), `budget`, `mode` and `every` are as in
     `memory.protect`. Every checkpoint of the Trainer holds the memory too, and `resume_from_checkpoint` goes on with
     it. With `consolidate=True` the task is taken in at the end (of at most `limit` examples or tokens), and the memory
     that knows it is written beside the model.
@@ -46,11 +46,12 @@ class MemoryCallback(TrainerCallback):
         examples: int | None = None,
         budget: float | None = None,
         mode: str = "auto",
+        every: int = 1,
         consolidate: bool = False,
         limit: int | None = None,
     ) -> None:
         self._memory = memory
-        self.examples, self.budget, self.mode = examples, budget, mode
+        self.examples, self.budget, self.mode, self.every = examples, budget, mode, every
         self.consolidate, self.limit = consolidate, limit
         self._protection: Protection | None = None
         self._written: tuple[Path, Any] | None = None  # the last file, and what is in it
@@ -75,8 +76,9 @@ class MemoryCallback(TrainerCallback):
             self.memory.load_state_dict(store.read(kept))
         if self.examples is None:
             self.examples = predicted(model, kwargs["train_dataloader"])
-        protection = self.memory.protect(optimizer, examples=self.examples, mode=self.mode, budget=self.budget)
-        self._protection = protection.__enter__()
+        self._protection = self.memory.protect(
+            optimizer, examples=self.examples, mode=self.mode, every=self.every, budget=self.budget
+        ).__enter__()
 
     def on_log(
         self,

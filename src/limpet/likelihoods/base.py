@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from limpet.errors import UnsupportedError
+from limpet.likelihoods.random import Random
 
 Outputs = Any
 """A tensor, examples first, or (for several outputs) a tuple of such tensors."""
@@ -19,13 +20,15 @@ class Likelihood(ABC):
     """The base of every likelihood. `name` stands in reports and files."""
 
     name: ClassVar[str]
+    by_example: bool = False
+    """Whether `sample` takes its random numbers from `limpet.likelihoods.random`, where each example has its own."""
 
     @abstractmethod
     def negative_log_likelihood(self, outputs: Outputs, targets: Any) -> Tensor:
         """-log p(targets | outputs), summed over the examples."""
 
     @abstractmethod
-    def sample(self, outputs: Outputs, generator: torch.Generator | None) -> Any:
+    def sample(self, outputs: Outputs, generator: Random) -> Any:
         """Targets drawn from p(. | outputs), independent for every example and position."""
 
     def loss(self, outputs: Outputs, targets: Any) -> Tensor:
@@ -44,7 +47,7 @@ class Likelihood(ABC):
         """The exact roots. `targets` only say which positions are ignored, and may be None."""
         raise UnsupportedError(f"the {self.name} likelihood has no exact Fisher here: use fisher='sampled'")
 
-    def sampled_root(self, outputs: Outputs, targets: Any, generator: torch.Generator | None) -> Outputs:
+    def sampled_root(self, outputs: Outputs, targets: Any, generator: Random) -> Outputs:
         """The gradient of the negative log likelihood in the outputs, at labels drawn from the model."""
         return self.gradient(outputs, self.sample(outputs, generator))
 

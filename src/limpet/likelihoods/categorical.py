@@ -12,6 +12,7 @@ from torch import Tensor
 
 from limpet.errors import UnsupportedError
 from limpet.likelihoods.base import Likelihood, Outputs, one_tensor
+from limpet.likelihoods.random import Random, uniform
 
 ROOTS_AT_ONCE = 1 << 22
 """Numbers that the exact roots made at a time may take."""
@@ -28,6 +29,7 @@ class Categorical(Likelihood):
     """
 
     name = "categorical"
+    by_example = True
 
     def __init__(self, *, class_dim: int = -1, ignore_index: int = -100) -> None:
         self.class_dim = class_dim
@@ -94,10 +96,14 @@ class Categorical(Likelihood):
         drawn = labels[torch.randint(len(labels), targets.shape, generator=generator, device=labels.device)]
         return drawn.masked_fill((targets == self.ignore_index).to(drawn.device), self.ignore_index)
 
-    def sample(self, outputs: Outputs, generator: torch.Generator | None) -> Tensor:
-        probabilities = self._logits(outputs).softmax(-1)
-        drawn = torch.multinomial(probabilities.flatten(0, -2), 1, generator=generator)
-        return drawn.reshape(probabilities.shape[:-1])
+    def sample(self, outputs: Outputs, generator: Random) -> Tensor:
+        cumulative = self._logits(outputs).softmax(-1).cumsum(-1)
+        wanted = uniform(cumulative.shape[:-1], cumulative, generator).unsqueeze(-1) * cumulative[..., -1:]
+        return (
+            torch.searchsorted(cumulative.contiguous(), wanted.contiguous())
+            .squeeze(-1)
+            .clamp_max(cumulative.shape[-1] - 1)
+        )
 
     def gradient(self, outputs: Outputs, targets: Any) -> Tensor:
         logits = self._logits(outputs)
@@ -109,7 +115,7 @@ class Categorical(Likelihood):
         root.scatter_add_(-1, kept, torch.full_like(kept, -1, dtype=root.dtype))
         return self._out(root, outputs, labels)
 
-    def sampled_root(self, outputs: Outputs, targets: Any, generator: torch.Generator | None) -> Tensor:
+    def sampled_root(self, outputs: Outputs, targets: Any, generator: Random) -> Tensor:
         root = self.gradient(outputs, self.sample(outputs, generator))
         return self._out(root.movedim(self.class_dim, -1), outputs, self._check(self._logits(outputs), targets))
 

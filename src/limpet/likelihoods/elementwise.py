@@ -12,6 +12,7 @@ from torch import Tensor
 
 from limpet.errors import UnsupportedError
 from limpet.likelihoods.base import Likelihood, Outputs, one_tensor
+from limpet.likelihoods.random import Random, normal, uniform
 
 
 class Bernoulli(Likelihood):
@@ -22,6 +23,7 @@ class Bernoulli(Likelihood):
     """
 
     name = "bernoulli"
+    by_example = True
 
     def count(self, outputs: Outputs, targets: Any) -> int:
         if targets is not None:
@@ -33,8 +35,9 @@ class Bernoulli(Likelihood):
     def negative_log_likelihood(self, outputs: Outputs, targets: Any) -> Tensor:
         return F.binary_cross_entropy_with_logits(*_paired(outputs, targets), reduction="sum")
 
-    def sample(self, outputs: Outputs, generator: torch.Generator | None) -> Tensor:
-        return torch.bernoulli(self.mean(outputs), generator=generator)
+    def sample(self, outputs: Outputs, generator: Random) -> Tensor:
+        p = self.mean(outputs)
+        return (uniform(p.shape, p, generator) < p).to(p.dtype)
 
     def gradient(self, outputs: Outputs, targets: Any) -> Tensor:
         logits, labels = _paired(outputs, targets)
@@ -67,6 +70,7 @@ class Gaussian(Likelihood):
     """
 
     name = "gaussian"
+    by_example = True
 
     def __init__(self, variance: float | str = 1.0) -> None:
         if variance != "estimate" and not (isinstance(variance, int | float) and variance > 0):
@@ -86,10 +90,9 @@ class Gaussian(Likelihood):
         constant = 0.5 * means.numel() * math.log(2 * math.pi * self._known)
         return (means - values).square().sum() / (2 * self._known) + constant
 
-    def sample(self, outputs: Outputs, generator: torch.Generator | None) -> Tensor:
+    def sample(self, outputs: Outputs, generator: Random) -> Tensor:
         means = one_tensor(outputs)
-        noise = torch.randn(means.shape, generator=generator, device=means.device, dtype=means.dtype)
-        return means + math.sqrt(self._known) * noise
+        return means + math.sqrt(self._known) * normal(means.shape, means, generator)
 
     def gradient(self, outputs: Outputs, targets: Any) -> Tensor:
         means, values = _paired(outputs, targets)

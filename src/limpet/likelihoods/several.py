@@ -11,6 +11,7 @@ from torch import Tensor
 from limpet.errors import UnsupportedError
 from limpet.likelihoods.base import Likelihood, Outputs, as_tensors
 from limpet.likelihoods.elementwise import Gaussian
+from limpet.likelihoods.random import Random
 
 
 class Several(Likelihood):
@@ -30,6 +31,7 @@ class Several(Likelihood):
         if any(isinstance(part, Gaussian) and part.variance == "estimate" for part in parts):
             raise ValueError("one of several outputs cannot have its variance estimated: give Gaussian(variance)")
         self.parts = parts
+        self.by_example = all(part.by_example for part in parts)
 
     def describe(self) -> dict[str, Any]:
         return {"name": self.name, "parts": [part.describe() for part in self.parts]}
@@ -46,13 +48,13 @@ class Several(Likelihood):
         values = [part.negative_log_likelihood(o, t) for part, o, t in self._each(outputs, targets)]
         return torch.stack(values).sum()
 
-    def sample(self, outputs: Outputs, generator: torch.Generator | None) -> tuple[Any, ...]:
+    def sample(self, outputs: Outputs, generator: Random) -> tuple[Any, ...]:
         return tuple(part.sample(o, generator) for part, o, _ in self._each(outputs, None))
 
     def gradient(self, outputs: Outputs, targets: Any) -> tuple[Tensor, ...]:
         return tuple(part.gradient(o, t) for part, o, t in self._each(outputs, targets))
 
-    def sampled_root(self, outputs: Outputs, targets: Any, generator: torch.Generator | None) -> tuple[Tensor, ...]:
+    def sampled_root(self, outputs: Outputs, targets: Any, generator: Random) -> tuple[Tensor, ...]:
         return tuple(part.sampled_root(o, t, generator) for part, o, t in self._each(outputs, targets))
 
     def count(self, outputs: Outputs, targets: Any) -> int:

@@ -137,8 +137,9 @@ class Memory(ABC):
         """Hold on to what is known while the body trains: `with memory.protect(optimizer, examples=N): ...`.
 
         `examples` is N, the examples of the new task, epochs not counted. `mode` is "proximal" (SGD; cannot diverge;
-        with `every=k` taken every k steps) or "gradient" (any optimizer), chosen by the optimizer when "auto". The
-        loss is a mean over examples; one that sums over a batch says reduction="sum" and batch_size.
+        with `every=k` taken every k steps) or "gradient" (any optimizer; with `every=k` made anew every k steps, and
+        in between taken as it was), chosen by the optimizer when "auto". The loss is a mean over examples; one that
+        sums over a batch says reduction="sum" and batch_size.
 
         With `budget` the strength no longer matters: the memory holds just as hard as keeps the forecast within so
         many nats per example, and not at all before.

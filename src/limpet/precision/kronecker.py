@@ -171,6 +171,18 @@ class Kronecker(Precision):
     def apply_in_sides(self, v: Tensor) -> Tensor:
         return self._full * v
 
+    def separable(self) -> tuple[Tensor, Tensor] | None:
+        """(h, q) where D = h q^T: after one task (or equal ones), when L - prior is Q (x) H itself. Else None."""
+        total = self.values.total
+        rows, columns = widened(total.sum(-1)), widened(total.sum(-2))
+        if len(self.shape) > 2 or not rows.any():
+            return None
+        columns = columns / columns.sum()
+        product = (rows.unsqueeze(-1) * columns).to(total.dtype)
+        if (product - total).norm() > 1e-5 * total.norm():
+            return None
+        return rows.to(total.dtype), columns.to(total.dtype)
+
     def applier(self) -> Callable[[Tensor], Tensor]:
         """After one task (or equal ones) L is prior + Q (x) H itself: H v Q takes half the work of the eigenbasis.
 
