@@ -1,7 +1,7 @@
 """How sure is the network, and is it right to be? Predictions of the memory beside those of laplace-torch.
 
     python benchmarks/predictive.py                          # 784-100-100-10 on MNIST, about 5 minutes
-    python benchmarks/predictive.py --network lenet          # a LeNet on CIFAR-10
+    python benchmarks/predictive.py --network lenet --epochs 3 --fitted 5000 --tested 200     # a LeNet on CIFAR-10
 
 One network is trained; each library then fits its Kronecker Laplace approximation to the same training examples,
 chooses its prior precision by the evidence, and predicts the same test examples. Negative log likelihood and
@@ -31,8 +31,7 @@ from limpet.experiments.data import images
 from limpet.experiments.metrics import calibration_error
 from limpet.experiments.networks import build
 
-FITTED, TESTED, BATCH = 60_000, 500, 50
-"""Examples that the approximations are fitted to, test examples, and the size of a batch."""
+BATCH = 50
 
 
 def data(name: str, split: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -84,9 +83,10 @@ def theirs(model: nn.Module, x: Tensor, y: Tensor) -> Any:
     """laplace-torch, as its documentation has it."""
     import laplace
 
-    fitted: Any = laplace.Laplace(
-        copy.deepcopy(model), "classification", subset_of_weights="all", hessian_structure="kron"
-    )
+    own = copy.deepcopy(model)
+    for parameter in own.parameters():
+        parameter.data = parameter.data.contiguous()  # it takes no weights that are kept channels last
+    fitted: Any = laplace.Laplace(own, "classification", subset_of_weights="all", hessian_structure="kron")
     fitted.fit(DataLoader(TensorDataset(x, y), batch_size=250))
     fitted.optimize_prior_precision(method="marglik")
     return fitted
@@ -96,6 +96,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=["mlp", "lenet"], default="mlp")
     parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--fitted", type=int, default=60_000, help="examples that the approximations are fitted to")
+    parser.add_argument("--tested", type=int, default=500, help="test examples, known and unknown")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -103,16 +105,16 @@ def main() -> None:
     name, shape = ("mnist", (784,)) if options.network == "mlp" else ("cifar10", (3, 32, 32))
     model = nn.Sequential(build(options.network, {}, shape, (10,), 0))
     x, y = data(name, "train", shape)
-    test, labels = (part[:TESTED] for part in data(name, "test", shape))
-    others = data("fashion_mnist", "test", shape)[0][:TESTED]
+    test, labels = (part[: options.tested] for part in data(name, "test", shape))
+    others = data("fashion_mnist", "test", shape)[0][: options.tested]
     train(model, x, y, options.epochs)
 
     rows = {"network alone": judged(lambda x: model(x).softmax(-1), test, labels, others)}
     memory = limpet.OnlineLaplace(model)
     begin = time.perf_counter()
     memory.consolidate(
-        list(zip(torch.split(x[:FITTED], 250), torch.split(y[:FITTED], 250), strict=True)),
-        examples=FITTED,
+        list(zip(torch.split(x[: options.fitted], 250), torch.split(y[: options.fitted], 250), strict=True)),
+        examples=options.fitted,
         progress=False,
     )
     ours_fit = time.perf_counter() - begin
@@ -121,7 +123,7 @@ def main() -> None:
         predict = partial(memory.predictive, how=how, draws=20 if how == "sampled" else 100, **evidence)
         rows[f"limpet, {how}"] = judged(predict, test, labels, others)
     begin = time.perf_counter()
-    other = theirs(model, x[:FITTED], y[:FITTED])
+    other = theirs(model, x[: options.fitted], y[: options.fitted])
     their_fit = time.perf_counter() - begin
     rows["laplace-torch, probit"] = judged(lambda x: other(x, link_approx="probit"), test, labels, others)
     rows["laplace-torch, Monte Carlo"] = judged(
