@@ -111,6 +111,8 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
             x, y = [row["tokens"] for row in some], [row[kind] for row in some]
             axis.plot(x, y, marker="o", markersize=3, label=name)
         axis.set(xscale="log", yscale="log", xlabel="tokens", title=title)
+        axis.set_xticks(TOKENS, [f"{tokens:,}" for tokens in TOKENS], minor=False)
+        axis.set_xticks([], minor=True)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("relative error")
     figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, fontsize=7, ncols=3, loc="outside lower center")
