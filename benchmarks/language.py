@@ -27,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import torch
 import torch.nn.functional as F
@@ -211,16 +212,18 @@ def draw(records: dict[str, dict[str, Any]], path: Path) -> None:
     colors = {"plain": "#555555", "l2": "#d98032", "factors": "#6a994e", "kronecker": "#1f6f8b", "last": "#8b3d6b"}
     for name, record in records.items():
         points = record["points"]
-        kind = name.partition(" ")[0]
-        width = 1 + 0.4 * list(RUNS).index(name) / len(RUNS)
+        kind, _, strength = name.rpartition(" ")
+        same = sorted(RUNS[other][2] for other in records if other.rpartition(" ")[0] == kind)
+        alpha = (1 + same.index(RUNS[name][2])) / len(same) if strength else 1.0
         axis.plot(
             [p["new"] for p in points],
             [p["old"] - points[0]["old"] for p in points],
             marker="o",
             markersize=3,
-            linewidth=width,
+            linewidth=1.8,
+            alpha=alpha,
             linestyle="--" if "last" in name else "-",
-            color=colors[kind],
+            color=colors[name.partition(" ")[0]],
             label=name,
         )
     axis.set(xlabel="loss on the new text (nats per token)", ylabel="rise of the loss on the old text (nats per token)")
@@ -231,15 +234,18 @@ def draw(records: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def table(records: dict[str, dict[str, Any]]) -> str:
-    """The end of every run."""
-    lines = [
-        "| run | new text | old text | rise | forecast | seconds a step |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    """The end of every run, and what the old text had lost when the new one was where every strength gets it."""
+    common = max(record["points"][-1]["new"] for name, record in records.items() if name.startswith("kronecker"))
+    columns = "run", "new text", "old text", "rise", f"rise when the new text is at {common:.3f}", "forecast"
+    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     for name, record in records.items():
-        first, last = record["points"][0], record["points"][-1]
-        numbers = f"{last['new']:.3f} | {last['old']:.3f} | {last['old'] - first['old']:+.3f} | {last['forecast']:.3f}"
-        lines.append(f"| {name} | {numbers} | {record['seconds_per_step']:.2f} |")
+        points = record["points"]
+        first, last = points[0], points[-1]
+        fallen = sorted((point["new"], point["old"] - first["old"]) for point in points)
+        there = float(np.interp(common, [new for new, _ in fallen], [rise for _, rise in fallen]))
+        shown = f"{there:+.3f}" if last["new"] <= common else "not reached"
+        numbers = f"{last['new']:.3f} | {last['old']:.3f} | {last['old'] - first['old']:+.3f} | {shown}"
+        lines.append(f"| {name} | {numbers} | {last['forecast']:.3f} |")
     return "\n".join(lines)
 
 
