@@ -6,7 +6,7 @@
 A memory is made of the model with a sample of the old text (per-token Fisher, sampled labels). Then the new text is
 learned by low-rank adapters on all linear layers of the blocks, or by the last blocks themselves: with nothing held,
 with the memory at several strengths, with decay towards the start, and with a diagonal Fisher of the adapters' own
-parameters. A run is kept in results/language/runs when it ends, so a command that was stopped goes on with the next
+parameters. A run is kept in results/language/trials when it ends, so a command that was stopped goes on with the next
 one. Losses are on text that neither the memory nor the training saw, in nats per token.
 
 M is a folder or a name on the hub; texts are .txt, .html (without its tags), or .csv (its column "text").
@@ -260,7 +260,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    kept = RESULTS / "runs"
+    kept = RESULTS / "trials"
     kept.mkdir(parents=True, exist_ok=True)
     options.work.mkdir(parents=True, exist_ok=True)
     paths = {name: kept / f"{name.replace(' ', '-')}.json" for name in RUNS}
