@@ -15,11 +15,9 @@ M is a folder or a name on the hub; texts are .txt, .html (without its tags), or
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import platform
 import re
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -36,6 +34,7 @@ from torch import Tensor, nn
 
 import limpet
 from limpet.curvature import Block, discover
+from limpet.language import texts
 
 RESULTS = Path(__file__).parents[1] / "results" / "language"
 LENGTH, BATCH = 64, 4
@@ -62,12 +61,7 @@ RUNS: dict[str, tuple[str, str, float]] = {  # name: what trains, what holds, ho
 
 def read(path: Path) -> str:
     """The text of a file, without tags."""
-    if path.suffix == ".csv":
-        csv.field_size_limit(sys.maxsize)
-        with path.open(newline="") as file:
-            text = "\n\n".join(row["text"] for row in csv.DictReader(file))
-    else:
-        text = path.read_text(errors="replace")
+    text = "\n\n".join(texts(str(path)))
     return re.sub(r"[ \t]+", " ", re.sub(r"<[^>]*>", " ", text)) if path.suffix in (".csv", ".html") else text
 
 

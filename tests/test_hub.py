@@ -29,12 +29,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with its tokenizer, as a publisher has it, and two texts."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
+    from language_models import llama
+
     folder = tmp_path_factory.mktemp("published")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=22, hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
+    llama(vocab_size=22).save_pretrained(folder / "model")
     words = {"<unk>": 0, "</s>": 1, **{word: i + 2 for i, word in enumerate(WORDS)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -16,23 +16,7 @@ from limpet.curvature import Fisher, FisherPass, Structure, discover
 from limpet.precision import KroneckerTerm
 
 transformers = pytest.importorskip("transformers")
-VOCABULARY = 23
-
-
-def llama(**options: Any) -> Any:
-    torch.manual_seed(0)
-    settings = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 12,
-        "intermediate_size": 20,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 32,
-        "pad_token_id": 0,
-        **options,
-    }
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+from language_models import VOCABULARY, llama  # noqa: E402
 
 
 def tokens(n: int = 6, length: int = 9) -> Tensor:

@@ -17,22 +17,14 @@ README = Path(__file__).parents[1] / "README.md"
 @pytest.mark.filterwarnings("ignore")
 def test_the_lines_for_language_models_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
-    import transformers
     from datasets import Dataset
+
+    from language_models import llama
 
     (code,) = re.findall(r"<!-- tested: language -->\n```python\n(.*?)```", README.read_text(), flags=re.S)
     assert len([line for line in code.splitlines() if line and "import" not in line]) <= 10
     monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=23,
-        hidden_size=12,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        initializer_range=0.5,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = llama(initializer_range=0.5)
     model.save_pretrained("small")
     memory = limpet.OnlineLaplace(model, exclude=["model.embed_tokens", "lm_head"], prior_mean="initial")
     memory.consolidate([{"input_ids": torch.randint(0, 23, (30, 9))}], progress=False)

@@ -20,6 +20,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 import limpet
+from language_models import llama
 from limpet.integrations.transformers import MemoryCallback
 
 STEPS = 12
@@ -38,20 +39,7 @@ class DieAt(transformers.TrainerCallback):
 
 def model_and_memory(folder: Path) -> tuple[Any, Path]:
     """The tiny model with adapters, and the file of what it knew before them."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=23,
-        hidden_size=12,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.5,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = llama(initializer_range=0.5, bos_token_id=1, eos_token_id=2)
     path = folder / "before.safetensors"
     memory = limpet.OnlineLaplace(model, strength=30.0, exclude=["model.embed_tokens", "lm_head"])
     memory.consolidate([{"input_ids": rows(1)}], progress=False)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from limpet.curvature import DIRECT, Block, LowRank, Structure, adapted_parameters, named_parameters
+from limpet.curvature import DIRECT, Block, Structure, named_parameters
 from limpet.errors import LimpetError, NotProtectedWarning, warn
+from limpet.layers.adapters import LowRank, adapted_parameters
 from limpet.precision import STRUCTURES, Diagonal, Kronecker, KroneckerSum, Precision
 from limpet.precision.weighted import WeightedSum
 from limpet.thin import Thin

@@ -73,32 +73,34 @@ class Bound:
 
     def penalty_parts(self) -> Iterator[Part]:
         """The gradient of the penalty."""
-        short = self._short(1.0)
-        return self.parts(self.gradient(self.displacement())) if short is None else short
+        short = self._short_way()
+        return self.parts(self.gradient(self.displacement())) if short is None else short(1.0)
 
     def measured(self) -> tuple[float, Callable[[float], Iterator[Part]]]:
         """1/2 d^T F d, and the gradient of the penalty with the sum of strength_t F_t times a factor."""
-        if self.thin is not None and self._short(1.0) is not None:
-            return self.thin.rise(), lambda factor: self._short(factor) or iter(())
+        short = self._short_way()
+        if self.thin is not None and short is not None:
+            return self.thin.rise(), short
         assert self.spectrum is not None
         c = self.coordinates()
         return self.spectrum.rise(c, 0.0), lambda factor: self.parts(self.multiplied_gradient(c, factor))
 
-    def _short(self, factor: float) -> Iterator[Part] | None:
-        """The gradient in nothing but adapters, where there is a short way to it."""
-        if self.thin is None or any(group is not None for group in self.groups):
+    def _short_way(self) -> Callable[[float], Iterator[Part]] | None:
+        """The gradient for a factor, where nothing but adapters trains and it needs nothing of the weight's size."""
+        thin = self.thin
+        product = None if thin is None or any(group is not None for group in self.groups) else thin.product
+        if thin is None or product is None or not thin.starts_at_the_mean:
             return None
-        found = self.thin.penalty_gradients(factor)
-        if found is None:
-            return None
-        return ((p, self.adapter_groups[p], part) for p, part in found if p in self.adapter_groups)
+        return lambda factor: self._own(thin.penalty_gradients(product.times(factor)))
+
+    def _own(self, gradients: Iterator[tuple[nn.Parameter, Tensor]]) -> Iterator[Part]:
+        """Those of the adapters' parameters that the optimizer steps."""
+        return ((p, self.adapter_groups[p], part) for p, part in gradients if p in self.adapter_groups)
 
     def parts(self, gradient: Tensor) -> Iterator[Part]:
         """A gradient in the block, in every parameter that the optimizer steps."""
         if self.thin is not None:
-            for parameter, part in self.thin.gradients(gradient):
-                if parameter in self.adapter_groups:
-                    yield parameter, self.adapter_groups[parameter], part
+            yield from self._own(self.thin.gradients(gradient))
         if any(group is not None for group in self.groups):
             whole = gradient if self.thin is None else self.thin.back(gradient)
             for parameter, group, part in zip(self.parameters, self.groups, self.held.block.split(whole), strict=True):

@@ -9,12 +9,11 @@ from torch import nn
 
 from limpet.curvature import (
     DIRECT,
-    adapted_parameters,
-    adapter_parameters,
     is_excluded,
     named_parameters,
     plain,
 )
+from limpet.layers.adapters import adapted_parameters, adapter_parameters
 from limpet.posterior import Held, Posterior
 from limpet.precision import Kronecker, KroneckerSum
 

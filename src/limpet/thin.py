@@ -31,7 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from limpet.curvature import DIRECT, LowRank
+from limpet.curvature import DIRECT
+from limpet.layers.adapters import LowRank
 from limpet.precision import Kronecker, Precision
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ class Product:
     h: Tensor
     q: Tensor
     prior: float
+
+    def times(self, factor: float) -> Product:
+        """prior + factor Q (x) H."""
+        return replace(self, h=factor * self.h)
 
 
 class Thin:
@@ -85,11 +90,14 @@ class Thin:
     def _product(self, precision: Precision) -> Product | None:
         """The precision as prior + Q (x) H, where it is that and the adapters are made of matrices as the block is."""
         found = precision.separable() if isinstance(precision, Kronecker) and self.slope is None else None
-        return None if found is None or self.held.block.kind == DIRECT else Product(*found, precision.prior)
+        if found is None or self.held.block.kind == DIRECT:
+            return None
+        h, q = (values.to(self.held.mean) for values in found)
+        return Product(h, q, precision.prior)
 
     def value(self) -> Tensor:
         """The penalty of the block, differentiable in the adapters."""
-        if self.product is not None and self._offset() is None:
+        if self.product is not None and self.starts_at_the_mean:
             return self._closed(self.product)[0]
         c = self.coordinates()
         value = (c * self.held.precision.apply_in_sides(c)).sum() / 2
@@ -98,22 +106,19 @@ class Thin:
     def rise(self) -> float:
         """1/2 d^T F d."""
         with torch.no_grad():
-            if self.fisher_product is not None and self._offset() is None:
+            if self.fisher_product is not None and self.starts_at_the_mean:
                 return float(self._closed(self.fisher_product)[0])
             c = self.coordinates()
             return float((c * self.held.precision.fisher().apply_in_sides(c)).sum()) / 2
 
-    def penalty_gradients(self, factor: float = 1.0) -> Iterator[tuple[nn.Parameter, Tensor]] | None:
-        """The gradient of the penalty in the adapters' parameters, where nothing of the weight's size is needed for it.
+    @property
+    def starts_at_the_mean(self) -> bool:
+        """Whether the adapters are all of the displacement."""
+        return self._offset() is None
 
-        With the sum of strength_t F_t times `factor`.
-        """
-        if self.product is None or self._offset() is not None:
-            return None
-        _, of_left, of_right = self._closed(replace(self.product, h=factor * self.product.h))
-        return self._split(of_left, of_right)
-
-    def _split(self, of_left: Tensor, of_right: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def penalty_gradients(self, product: Product) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """The gradient of the penalty in the adapters' parameters, where they start at the mean of such a precision."""
+        _, of_left, of_right = self._closed(product)
         start = 0
         for adapter in self.adapters:
             stop = start + adapter.left.shape[1]

@@ -1,6 +1,5 @@
 """One pass over data that gives every block's Fisher, and leaves the model as it was."""
 
-from limpet.curvature.adapters import LowRank, adapted_parameters, adapter_parameters
 from limpet.curvature.audit import gradients_at
 from limpet.curvature.batches import Forward, call, counted_examples, part, prepared
 from limpet.curvature.blocks import (
@@ -26,10 +25,7 @@ __all__ = [
     "Fisher",
     "FisherPass",
     "Forward",
-    "LowRank",
     "Structure",
-    "adapted_parameters",
-    "adapter_parameters",
     "call",
     "counted_examples",
     "discover",

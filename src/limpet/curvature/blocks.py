@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from limpet.curvature.adapters import adapter_parameters, is_adapted
 from limpet.errors import CurvatureError
 from limpet.layers import Layer, layer_type
+from limpet.layers.adapters import adapter_parameters, is_adapted
 
 Users = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 """The modules that hold a parameter, and under which name."""

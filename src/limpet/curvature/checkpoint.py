@@ -33,11 +33,7 @@ class Checkpoint:
     def save(self, one_pass: FisherPass) -> None:
         """Write where the pass is."""
         assert one_pass.generator is not None
-        tensors = {
-            f"{name}|{key}": tensor
-            for name, accumulator in one_pass.sums.items()
-            for key, tensor in accumulator.sums().items()
-        }
+        tensors = one_pass.named_sums()
         tensors |= {"generator": one_pass.generator.get_state(), "tally": one_pass.tally}
         description = {
             "fingerprint": fingerprint(one_pass),
@@ -79,9 +75,7 @@ class Checkpoint:
         one_pass.generator = torch.Generator(device)
         one_pass.generator.set_state(tensors.pop("generator"))
         one_pass.make_sums()
-        for name, accumulator in one_pass.sums.items():
-            own = {key.partition("|")[2]: t for key, t in tensors.items() if key.partition("|")[0] == name}
-            accumulator.load(own)
+        one_pass.load_sums(tensors)
 
     def remove(self) -> None:
         """The pass is done, and what it found is in the memory."""

@@ -289,6 +289,15 @@ class FisherPass:
         if not self.sums:
             self.make_sums()
 
+    def named_sums(self) -> dict[str, Tensor]:
+        """All that was summed so far, by block and name: what a checkpoint keeps, and what ranks add up."""
+        return {f"{name}|{key}": t for name, one in self.sums.items() for key, t in one.sums().items()}
+
+    def load_sums(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from such sums."""
+        for name, accumulator in self.sums.items():
+            accumulator.load({key.partition("|")[2]: t for key, t in tensors.items() if key.partition("|")[0] == name})
+
     def make_sums(self) -> None:
         """Zero sums for the blocks as they are now."""
         for block in self.blocks:

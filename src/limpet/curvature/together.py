@@ -38,15 +38,9 @@ def add_up(one_pass: FisherPass, ranks: Ranks) -> None:
     """Let the sums of every rank be those of all."""
     if not one_pass.sums:
         one_pass.make_sums()  # a rank without data
-    own = {
-        f"{name}|{key}": tensor
-        for name, accumulator in one_pass.sums.items()
-        for key, tensor in accumulator.sums().items()
-    }
-    summed = ranks.sum({**own, "tally": one_pass.tally})
+    summed = ranks.sum({**one_pass.named_sums(), "tally": one_pass.tally})
     one_pass.tally = summed.pop("tally").cpu()
-    for name, accumulator in one_pass.sums.items():
-        accumulator.load({key.partition("|")[2]: t for key, t in summed.items() if key.partition("|")[0] == name})
+    one_pass.load_sums(summed)
     one_pass.seen, one_pass.rows = (round(total) for total in ranks.numbers(one_pass.seen, one_pass.rows))
     one_pass.used = set().union(*ranks.gather(one_pass.used))
     told = [found for found in ranks.gather((one_pass.roots, one_pass.fisher)) if found[0]]

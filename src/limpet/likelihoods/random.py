@@ -57,9 +57,10 @@ def normal(shape: torch.Size, like: Tensor, random: Random) -> Tensor:
 
 def _digest(tensor: Tensor) -> Tensor:
     """A whole number for every row, from all its bits."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = tensor.detach().reshape(len(tensor), -1)
     if flat.is_floating_point():
-        kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+        kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         flat = flat.contiguous().view(kinds[flat.element_size()])
     weights = _mixed(torch.arange(1, flat.shape[1] + 1, device=flat.device)) | 1
     return (flat.to(torch.int64) * weights).sum(1)

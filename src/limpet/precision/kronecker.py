@@ -172,31 +172,24 @@ class Kronecker(Precision):
         return self._full * v
 
     def separable(self) -> tuple[Tensor, Tensor] | None:
-        """(h, q) where D = h q^T: after one task (or equal ones), when L - prior is Q (x) H itself. Else None."""
+        """(h, q) in float64 where D = h q^T: after one task (or equal ones), when L - prior is Q (x) H. Else None."""
         total = self.values.total
-        rows, columns = widened(total.sum(-1)), widened(total.sum(-2))
+        rows, columns = widened(total).sum(-1), widened(total).sum(-2)
         if len(self.shape) > 2 or not rows.any():
             return None
         columns = columns / columns.sum()
-        product = (rows.unsqueeze(-1) * columns).to(total.dtype)
-        if (product - total).norm() > 1e-5 * total.norm():
+        if (rows.unsqueeze(-1) * columns - widened(total)).norm() > 1e-6 * widened(total).norm():
             return None
-        return rows.to(total.dtype), columns.to(total.dtype)
+        return rows, columns
 
     def applier(self) -> Callable[[Tensor], Tensor]:
-        """After one task (or equal ones) L is prior + Q (x) H itself: H v Q takes half the work of the eigenbasis.
-
-        Whether it is so, the partial traces tell: then D = (diagonal of P_H) (diagonal of P_Q)^T / trace.
-        """
-        q, h, total = widened(self.inputs.trace), widened(self.outputs.trace), widened(self.values.total)
-        if self.inputs.vectors is None or self.outputs.vectors is None or len(self.shape) > 2 or not total.any():
+        """After one task (or equal ones) L is prior + Q (x) H itself: H v Q takes half the work of the eigenbasis."""
+        product = self.separable()
+        if product is None or self.inputs.vectors is None or self.outputs.vectors is None:
             return self.apply
-        product = h.unsqueeze(-1) * q / total.sum()
-        if (product - total).norm() > 1e-6 * total.norm():
-            return self.apply
-        U_q, U_h = widened(self.inputs.vectors), widened(self.outputs.vectors)
+        (h, q), U_q, U_h = product, widened(self.inputs.vectors), widened(self.outputs.vectors)
         like = self.values.plain
-        Q = ((U_q * q) @ U_q.mT / total.sum()).to(like.device, like.dtype)
+        Q = ((U_q * q) @ U_q.mT).to(like.device, like.dtype)
         H = ((U_h * h) @ U_h.mT).to(like.device, like.dtype)
         return lambda v: torch.addmm(v, H @ v, Q, beta=self.prior)
 
