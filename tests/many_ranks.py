@@ -3,6 +3,7 @@
 many_ranks.py pass FOLDER        curvature of many networks, one file each, written by rank 0
 many_ranks.py train FOLDER       fifty protected steps under DistributedDataParallel
 many_ranks.py wrong              one rank's data are wrong
+many_ranks.py pass-sharded, train-sharded FOLDER    the same with models in pieces (fully_shard)
 """
 
 from __future__ import annotations
@@ -18,15 +19,28 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import limpet
 import networks
 from limpet.errors import CurvatureError
 
-NETWORKS = ["linear", "conv2d", "attention", "embedding", "batch norm 1d", "direct parameter"]
+NETWORKS = ["linear", "conv2d", "transformer", "attention", "embedding", "batch norm 1d", "direct parameter"]
 STRUCTURES = ["kronecker", "diagonal"]
 FISHERS = ["exact", "sampled"]
+
+
+def in_pieces(model: nn.Module, size: int) -> nn.Module:
+    """The model under fully_shard: each of its parts, and the whole."""
+    if size > 1:
+        scalars = {parameter for parameter in model.parameters() if not parameter.dim()}  # fully_shard takes none
+        for part in model.children():
+            if any(True for _ in part.parameters()):
+                fully_shard(part)
+        fully_shard(model, ignored_params=scalars)
+    return model
 
 
 def shards(x: Tensor, y: Tensor, rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
@@ -36,23 +50,24 @@ def shards(x: Tensor, y: Tensor, rank: int, size: int) -> list[tuple[Tensor, Ten
     return list(zip(x[rows].split(5), y[rows].split(5), strict=True)) if rows.start < rows.stop else []
 
 
-def passes(folder: Path, rank: int, size: int) -> None:
+def passes(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None:
     """The memories of two tasks, of every network and structure."""
     for name in NETWORKS:
         for structure, fisher in itertools.product(STRUCTURES, FISHERS):
             model, x, y = networks.build(name)
+            model = in_pieces(model, size) if sharded else model
             memory = limpet.OnlineLaplace(model, structure=structure, fisher=fisher)
             x, y = torch.cat([x, x.flip(1), x, x.flip(1)]), torch.cat([y, y, y.flip(0), y])
             for data in ((x, y), (x.flip(0), y)):
                 memory.consolidate(shards(*data, rank, size), progress=False)
-            if rank == 0:
+            if rank == 0 or sharded:
                 memory.save(folder / f"{name}-{structure} {fisher}.safetensors")
 
 
-def train(folder: Path, rank: int, size: int) -> None:
+def train(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None:
     """Every rank takes its part of the same global batches."""
     torch.manual_seed(0)
-    for mode, every in (("proximal", 1), ("proximal", 4), ("gradient", 1)):
+    for mode, every in (("proximal", 1), ("proximal", 4), ("gradient", 1), ("gradient", 3)):
         model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -60,7 +75,9 @@ def train(folder: Path, rank: int, size: int) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=seed))
         x = torch.randn(80, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         y = torch.randint(0, 3, (80,), generator=torch.Generator().manual_seed(2))
-        net: nn.Module = DistributedDataParallel(model) if size > 1 else model
+        net: nn.Module = model
+        if size > 1:
+            net = in_pieces(model, size) if sharded else DistributedDataParallel(model)
         memory = limpet.OnlineLaplace(net, strength=4.0)
         memory.consolidate([(x[rank::size], y[rank::size])], progress=False)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
@@ -70,10 +87,15 @@ def train(folder: Path, rank: int, size: int) -> None:
                 optimizer.zero_grad()
                 F.cross_entropy(net(x.flip(0)[rows]), y[rows]).backward()
                 optimizer.step()
+        tensors = {name: whole(p) for name, p in model.named_parameters()}
+        tensors["forecast"] = torch.tensor(memory.forecast().quadratic, dtype=torch.float64)
         if rank == 0:
-            tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
-            tensors["forecast"] = torch.tensor(float(memory.forecast()), dtype=torch.float64)
             save_file(tensors, folder / f"{mode}-{every}.safetensors")
+
+
+def whole(parameter: Any) -> Tensor:
+    """A parameter in one piece."""
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
 
 
 def wrong(rank: int) -> None:
@@ -103,9 +125,12 @@ def main() -> None:
     jobs: dict[str, Any] = {
         "pass": lambda: passes(Path(rest[0]), rank, size),
         "train": lambda: train(Path(rest[0]), rank, size),
+        "pass-sharded": lambda: passes(Path(rest[0]), rank, size, sharded=True),
+        "train-sharded": lambda: train(Path(rest[0]), rank, size, sharded=True),
         "wrong": lambda: wrong(rank),
     }
     jobs[what]()
+    print(f"rank {rank} is done", flush=True)
     if several:
         dist.destroy_process_group()
 

@@ -90,6 +90,22 @@ class Attention(nn.Module):
         return self.last(self.attention(x, x, x, need_weights=False)[0].mean(1))
 
 
+class Transformer(nn.Module):
+    """One block of a transformer, written out: three projections of the same input, norms, a residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.out, self.first, self.second = nn.Linear(4, 4), nn.LayerNorm(4), nn.RMSNorm(4)
+        self.mlp = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        x = x + self.out(torch.softmax(self.query(y) @ self.key(y).mT / 2, -1) @ self.value(y))
+        return self.last((x + self.mlp(self.second(x))).mean(1))
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -186,6 +202,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "tied weight": (Tied, VECTORS),
     "direct parameter": (DirectParameter, SEQUENCES),
     "attention": (Attention, SEQUENCES),
+    "transformer": (Transformer, SEQUENCES),
     "lstm": (Recurrent, SEQUENCES),
     "sequence first": (SequenceFirst, SEQUENCES),
     "sequence first, as many positions as examples": (SequenceFirst, lambda: X(6, 6, 4)),

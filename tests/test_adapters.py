@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import limpet
 from limpet.errors import UnsupportedError
+from states import changed
 
 peft = pytest.importorskip("peft")
 STRUCTURES = ["diagonal", "kronecker", "kronecker-sum", "dense"]
@@ -129,8 +130,7 @@ def test_protected_steps_add_the_gradient_of_the_penalty(structure: str, method:
     other = method(merged(again), structure=structure)
     by_hand = limpet.OnlineLaplace if method is limpet.OnlineLaplace else limpet.PerTaskLaplace
     assert isinstance(other, by_hand)
-    state = memory.state_dict()
-    state["metadata"]["proximal"] = None
+    state = changed(memory.state_dict(), proximal=None)
     held = method(again.base_model.model, structure=structure)
     held.load_state_dict(state)
     loss = F.cross_entropy(again(x), y) + held.penalty() / 50

@@ -22,6 +22,7 @@ from limpet.measuring import LEAST, RISES, SURE, Look, held_back, measure, towar
 from limpet.surroundings import by_parameter, places
 from reference import dense_fisher
 from reference import measure as measured_fisher
+from states import changed
 
 STRUCTURES = ["diagonal", "kronecker", "kronecker-sum", "dense"]
 
@@ -289,19 +290,15 @@ def test_a_damaged_history_is_refused(history: dict[str, Any]) -> None:
     model, x, y = networks.build("linear")
     memory = limpet.OnlineLaplace(model)
     memory.consolidate([(x, y)])
-    state = copy.deepcopy(memory.state_dict())
-    state["metadata"]["settings"]["history"] = history
     with pytest.raises(MemoryFileError):
-        memory.load_state_dict(state)
+        memory.load_state_dict(changed(memory.state_dict(), settings={"history": history}))
 
 
 def test_a_file_without_a_history_is_read_as_one_without_curves() -> None:
     model, x, y = networks.build("linear")
     memory = limpet.OnlineLaplace(model)
     memory.consolidate([(x, y)])
-    state = copy.deepcopy(memory.state_dict())
-    del state["metadata"]["settings"]["history"]
-    memory.load_state_dict(state)
+    memory.load_state_dict(changed(memory.state_dict(), without="history"))
     _moved(model, 0.05)
     assert float(memory.forecast()) == memory.forecast().quadratic > 0
 

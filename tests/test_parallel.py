@@ -20,7 +20,10 @@ SCRIPT = Path(__file__).with_name("many_ranks.py")
 
 
 def torchrun(ranks: int, *words: str, timeout: float = 240) -> str:
-    """What the ranks print. Whatever happens, no process of theirs is left."""
+    """What the ranks print. Whatever happens, no process of theirs is left.
+
+    gloo sometimes aborts while its processes take leave of each other; that is no failure of what they did before.
+    """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *(launcher if ranks > 1 else []), str(SCRIPT), *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -30,7 +33,8 @@ def torchrun(ranks: int, *words: str, timeout: float = 240) -> str:
         for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
             child.kill()
         process.kill()
-    assert process.returncode == 0, told
+    aborted = "SIGABRT" in told and all(f"rank {rank} is done" in told for rank in range(ranks))
+    assert process.returncode == 0 or aborted, told
     return told
 
 
@@ -43,8 +47,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_memory_of_many_ranks_is_that_of_one(ranks: int, alone: Path, tmp_path: Path) -> None:
-    torchrun(ranks, "pass", str(tmp_path))
+@pytest.mark.parametrize("job", ["pass", "pass-sharded"])
+def test_the_memory_of_many_ranks_is_that_of_one(job: str, ranks: int, alone: Path, tmp_path: Path) -> None:
+    torchrun(ranks, job, str(tmp_path))
     names = sorted(path.name for path in alone.iterdir())
     assert len(names) == len(many_ranks.NETWORKS) * len(many_ranks.STRUCTURES) * len(many_ranks.FISHERS)
     for name in names:
@@ -61,15 +66,17 @@ def test_the_memory_of_many_ranks_is_that_of_one(ranks: int, alone: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_fifty_protected_steps_on_many_ranks_are_those_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("job", ["train", "train-sharded"])
+def test_fifty_protected_steps_on_many_ranks_are_those_of_one(job: str, tmp_path: Path) -> None:
     for ranks in (1, 2, 4):
         (tmp_path / str(ranks)).mkdir()
-        torchrun(ranks, "train", str(tmp_path / str(ranks)))
+        torchrun(ranks, job, str(tmp_path / str(ranks)))
     for path in (tmp_path / "1").iterdir():
         one = load_file(path)
         for ranks in (2, 4):
             many = load_file(tmp_path / str(ranks) / path.name)
             for key, tensor in one.items():
+                # the weights themselves; forecasts without their curve, which a model in pieces has not
                 assert (many[key] - tensor).norm() < 1e-4 * tensor.norm(), (path.name, ranks, key)
 
 

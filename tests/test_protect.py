@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import limpet
 from limpet.errors import LimpetError, LimpetWarning, UnsupportedError
 from reference import close
+from states import metadata
 
 N = 40
 SGD_OPTIONS: list[dict[str, Any]] = [
@@ -671,7 +672,7 @@ def test_consolidating_ends_what_an_error_left_open() -> None:
     with pytest.raises(RuntimeError), memory.protect(optimizer, examples=N, every=4):
         train(model, optimizer, x, y, 5)
         raise RuntimeError
-    assert memory.state_dict()["metadata"]["proximal"] is not None
+    assert metadata(memory)["proximal"] is not None
     memory.consolidate([(x, y)])
-    state = memory.state_dict()
-    assert state["metadata"]["proximal"] is None and not any(name.startswith("force/") for name in state["tensors"])
+    assert metadata(memory)["proximal"] is None
+    assert not any(name.startswith("force/") for name in memory.state_dict()["tensors"])

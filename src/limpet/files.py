@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,11 +33,14 @@ def write(path: str | Path, format_name: str, description: Mapping[str, Any], te
         raise FileNotFoundError(f"there is no folder {path.parent} to save {path.name} in")
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     described = json.dumps(description, allow_nan=False)
-    digest = checksum(described, kept)
-    metadata = {"format": format_name, "version": str(VERSION), "limpet": described, "sha256": digest}
     with whole(path) as temporary:
-        save_file(kept, temporary, metadata)
+        save_file(kept, temporary, header(format_name, described, checksum(described, kept)))
         _order_header(temporary)
+
+
+def header(format_name: str, described: str, digest: str) -> dict[str, str]:
+    """What stands in a file beside its tensors."""
+    return {"format": format_name, "limpet": described, "sha256": digest, "version": str(VERSION)}
 
 
 @contextmanager
@@ -63,20 +66,43 @@ def _order_header(path: Path) -> None:
             file.write(ordered.ljust(size))
 
 
-def read(path: str | Path, format_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What the file says about itself, and its tensors. Takes the file's size in memory, once."""
+class Tensors(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, each read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = cast("Any", safe_open(path, framework="pt"))
+        self._names = dict.fromkeys(self._file.keys())
+
+    def metadata(self) -> dict[str, str]:
+        """What stands in the header beside the tensors."""
+        return dict(self._file.metadata() or {})
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor.clone()  # of its own, not of the file's pages
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def read(path: str | Path, format_name: str) -> tuple[dict[str, Any], Tensors]:
+    """What the file says about itself, and its tensors. The whole file is read once, to check it."""
     path = Path(path)
     if not path.is_file():
         raise MemoryFileError(f"there is no file {path}")
     try:
         _check_header_size(path)
-        with safe_open(path, framework="pt") as file:
-            metadata = dict(file.metadata() or {})
-            _check_metadata(metadata, format_name)
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        tensors = Tensors(path)
+        metadata = tensors.metadata()
+        _check_metadata(metadata, format_name)
         if checksum(metadata["limpet"], tensors) != metadata["sha256"]:
             raise MemoryFileError(f"{path.name} is damaged: its content does not have the checksum its header states")
-        described = json.loads(metadata["limpet"], parse_constant=_no_constant)
+        described = json.loads(metadata["limpet"], parse_constant=no_constant)
     except MemoryFileError:
         raise
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
@@ -86,7 +112,8 @@ def read(path: str | Path, format_name: str) -> tuple[dict[str, Any], dict[str, 
     return described, tensors
 
 
-def _no_constant(name: str) -> None:
+def no_constant(name: str) -> None:
+    """Refuse NaN and Infinity, which are not JSON."""
     raise MemoryFileError(f"the header of the file holds {name}, which no file of ours does")
 
 
@@ -111,7 +138,7 @@ def _check_metadata(metadata: Mapping[str, str], format_name: str) -> None:
 
 
 def checksum(described: str, tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over the JSON and all tensors."""
+    """SHA-256 over the JSON and all tensors, one after another."""
     digest = hashlib.sha256(described.encode())
     for name in sorted(tensors):
         tensor = tensors[name]

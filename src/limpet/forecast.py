@@ -48,7 +48,7 @@ class Forecast(float):
 @torch.no_grad()
 def forecast(posterior: Posterior, examples: int, history: History) -> Forecast:
     """The forecast for the weights as they are now, against a memory of so many examples."""
-    quadratics = dict.fromkeys(posterior.held, 0.0)
+    quadratics = dict.fromkeys(posterior.names, 0.0)
     for name, rise in posterior.rises().items() if examples else ():
         quadratics[name] = rise / examples
     q = sum(quadratics.values())

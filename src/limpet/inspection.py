@@ -68,19 +68,19 @@ def inspect(path: str | Path) -> Inspection:
     >>> found.settings["method"], [block.shape for block in found.blocks]
     ('online-laplace', [(2, 4)])
     """
-    state = store.read(path)
+    content = store.Content.of(store.read(path))
     with store.refusing():
-        settings, metadata = state["metadata"]["settings"], state["metadata"]
+        metadata = content.metadata
+        settings = metadata["settings"]
         examples = int(settings["examples"])
-        blocks = [_block(entry, state["tensors"], examples) for entry in metadata["blocks"]]
+        blocks = [_block(entry, content.tensors, examples) for entry in metadata["blocks"]]
         history = History.restore(settings.get("history"))
         return Inspection(settings, str(metadata["library"]), blocks, history)
 
 
 def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], examples: int) -> BlockFacts:
-    own = {
-        key.removeprefix(f"{entry['name']}/"): t for key, t in tensors.items() if key.startswith(f"{entry['name']}/")
-    }
+    prefix = f"{entry['name']}/"
+    own = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
     kept = {key.removeprefix("precision/"): t for key, t in own.items() if key.startswith("precision/")}
     shape = torch.Size(entry["shape"])
     precision: Precision = STRUCTURES[entry["structure"]].restore(shape, kept, entry["precision"])

@@ -33,10 +33,11 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Likelihood | None = 
     <OnlineLaplace structure='kronecker' strength=1 tasks=1 examples=20 bytes=168>
     """
     state = store.read(local_file(path))
-    settings: dict[str, Any] = state["metadata"]["settings"]
+    content = store.Content.of(state)
+    settings: dict[str, Any] = content.metadata["settings"]
     with store.refusing(), warnings.catch_warnings():
         warnings.simplefilter("ignore", LimpetWarning)  # said when the memory was made
-        kind = METHODS[store.Settings(state).choice("method", METHODS)]
+        kind = METHODS[store.Settings(content).choice("method", METHODS)]
         wanted = inspect.signature(kind.__init__).parameters.keys() & settings.keys()
         options = {name: settings[name] for name in wanted if name != "likelihood"}
         if "likelihood" in wanted:

@@ -13,6 +13,7 @@ from limpet.errors import LimpetError, NotProtectedWarning, warn
 from limpet.layers.adapters import LowRank, adapted_parameters
 from limpet.precision import STRUCTURES, Diagonal, Kronecker, KroneckerSum, Precision
 from limpet.precision.weighted import WeightedSum
+from limpet.spread import Spread, refuse_spread
 from limpet.thin import Thin
 
 
@@ -104,14 +105,21 @@ class Posterior:
         self.held: dict[str, Held] = {}
         self.constant = 0.0
         self._thin: dict[str, Thin] = {}
+        self.spread = Spread.of(model)  # where the model lies on many ranks in pieces, `held` is what this one keeps
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The model's parameters by name."""
         return named_parameters(self.model)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The same as what they act as now: the weight of a layer with adapters is its base with what they add."""
+        """The same as what they act as now: the weight of a layer with adapters is its base with what they add.
+
+        Of a model in pieces, those of the blocks that this rank keeps, brought here: a collective.
+        """
         parameters, adapted = self.parameters(), adapted_parameters(self.model)
+        if self.spread is not None:
+            exchange = self.spread.exchange(parameters)
+            return exchange.bring({name: parameters[name] for name in exchange.layouts})
         return _Acting(parameters, adapted) if adapted else parameters
 
     def thin(self) -> dict[str, Thin]:
@@ -137,6 +145,7 @@ class Posterior:
 
     def penalty(self) -> Tensor:
         """The whole penalty, differentiable, not divided by the number of examples."""
+        refuse_spread(self.spread, "memory.penalty()", "hold on with memory.protect(optimizer, examples=N)")
         weights, thin = self.weights(), self.thin()
         values = [thin[name].value() if name in thin else held.value(weights) for name, held in self.held.items()]
         if not values:
@@ -144,19 +153,21 @@ class Posterior:
         return torch.stack([value.to(values[0].device) for value in values]).sum() + self.constant
 
     def rises(self, without: Collection[str] = ()) -> dict[str, float]:
-        """1/2 (w - mean)^T F (w - mean) of the blocks that hold tasks, by name."""
+        """1/2 (w - mean)^T F (w - mean) of the blocks that hold tasks, by name; of all ranks."""
         weights, thin = self.weights(), self.thin()
-        return {
+        rises = {
             name: thin[name].rise()
             if name in thin
             else float(held.precision.fisher().quadratic(held.displacement(weights))) / 2
             for name, held in self.held.items()
             if held.tasks and name not in without
         }
+        if self.spread is None:
+            return rises
+        return {name: rise for some in self.spread.ranks.gather(rises) for name, rise in some.items()}
 
-    def start(self, block: Block) -> Held:
+    def start(self, block: Block, weights: Mapping[str, Tensor]) -> Held:
         """A block that knows only the prior."""
-        weights = self.weights()
         matrix = block.gather(weights).detach()
         like = matrix.new_zeros((), dtype=torch.promote_types(matrix.dtype, torch.float32))
         mean = like.expand(block.shape) if self.prior_mean == "zero" else matrix.to(like.dtype).clone()
@@ -180,13 +191,15 @@ class Posterior:
         holds tasks stays, or becomes its diagonal where from now on it has to be measured example by example.
         """
         before = dict(self.held)
+        if self.spread is not None:
+            blocks = self.spread.settle(blocks, self.structure)
         try:
-            self._arrange(blocks)
+            self._arrange(blocks, self.weights())
         except LimpetError:
             self.held = before
             raise
 
-    def _arrange(self, blocks: Sequence[Block]) -> None:
+    def _arrange(self, blocks: Sequence[Block], weights: Mapping[str, Tensor]) -> None:
         self._drop_deleted()
         self._turn_to_diagonals(
             {b.parameters[0] for b in blocks if b.kind == DIRECT and self.structure.of(b) == "diagonal"}
@@ -200,7 +213,7 @@ class Posterior:
             if old is not None and old.block.kind == block.kind and old.block.shape == block.shape:
                 arranged[block.name] = replace(old, block=block)
             else:
-                arranged[block.name] = self._cut_anew(block)
+                arranged[block.name] = self._cut_anew(block, weights)
         for held in self.held.values():
             if held.tasks and held.block.parameters not in wanted:
                 if covered & set(held.block.parameters):
@@ -250,9 +263,9 @@ class Posterior:
                     precision=held.precision.to(device, held.mean.dtype),
                 )
 
-    def _cut_anew(self, block: Block) -> Held:
+    def _cut_anew(self, block: Block, weights: Mapping[str, Tensor]) -> Held:
         """A block of parameters of which some may stand in other blocks already, with no task in them."""
-        fresh = self.start(block)
+        fresh = self.start(block, weights)
         means: dict[str, Tensor] = dict(zip(block.parameters, block.split(fresh.mean), strict=True))
         for held in self.held.values():
             shared = set(held.block.parameters) & set(block.parameters)
@@ -272,6 +285,11 @@ class Posterior:
         self.held = {name: change(held) for name, held in self.held.items()}
 
     @property
+    def names(self) -> list[str]:
+        """The names of all blocks, on whatever rank they are kept."""
+        return list(self.held) if self.spread is None else list(self.spread.blocks)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all tensors kept."""
+        """Bytes of all tensors kept, by this rank."""
         return sum(held.nbytes for held in self.held.values())

@@ -16,17 +16,19 @@ Where a budget is given instead of a strength, the penalty is multiplied by what
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from limpet.budget import Budget
+from limpet.curvature import Block
 from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, positive_whole, warn
 from limpet.optimizers import inner_optimizer, refuse_unsupported
-from limpet.posterior import Held, Posterior
-from limpet.pull import Bound, Group, Part, ProximalState, Pull
+from limpet.parallel import local
+from limpet.posterior import Posterior
+from limpet.pull import Bound, Group, Part, ProximalState, Pull, Stepped
 from limpet.thin import scale_down
 
 MODES = ("auto", "proximal", "gradient")
@@ -110,14 +112,19 @@ class Protection:
         refuse_unsupported(self.optimizer)
         self._groups = self._groups_now()
         self._bound = list(self._blocks())
-        if not self._bound:
+        if not self._reached:
             raise LimpetError(
                 "the optimizer holds none of the parameters that the memory protects: make it from the parameters "
                 "of the same model, after the model is on its device"
             )
         if self.mode == "proximal":
-            for bound in self._bound:
+            for bound in self._reached:
                 self._common_step(bound)
+
+    @property
+    def _reached(self) -> Sequence[Stepped]:
+        """The blocks that the optimizer steps, on whatever rank they are kept."""
+        return self._bound
 
     def _groups_now(self) -> list[tuple[int, int]]:
         return [(id(group), len(group["params"])) for group in self.optimizer.param_groups]
@@ -144,7 +151,7 @@ class Protection:
             factors = [p for adapter in thin[name].adapters for p in (adapter.a, adapter.b)] if name in thin else []
             stepped = {factor: group_of[factor] for factor in factors if factor in group_of}
             if stepped or any(group is not None for group in groups):
-                bound = Bound(held, parameters, groups, thin=thin.get(name), adapter_groups=stepped)
+                bound = Bound(held.block, parameters, groups, held, thin=thin.get(name), adapter_groups=stepped)
                 if self._budget is not None:
                     bound.spectrum = held.precision.spectrum()
                 elif self.mode == "gradient" and bound.thin is None:
@@ -204,7 +211,7 @@ class Protection:
             for parameter, group, part in self._penalty_parts():
                 self._add_gradient(parameter, group, part, scale)
         else:
-            self._sizes = [self._step_size(bound) for bound in self._bound]  # before the step, which it may refuse
+            self._sizes = [self._step_size(bound) for bound in self._reached]  # before the step, which it may refuse
 
     def _penalty_parts(self) -> Iterator[Part]:
         """The gradient of the penalty in every parameter, before it is divided by the examples."""
@@ -267,15 +274,15 @@ class Protection:
     def _proximal_step(self) -> None:
         self.state.count += 1
         moves: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
-        for bound, step in zip(self._bound, self._sizes, strict=True):
+        for bound, step in zip(self._reached, self._sizes, strict=True):
             if not step:
                 continue
-            name = bound.held.block.name
+            name = bound.block.name
             self.state.pending[name] = self.state.pending.get(name, 0.0) + step
-            if self.every > 1 and bound.held.block.parameters[0] in self.state.force:
+            if self.every > 1 and bound.block.parameters[0] in self.state.force:
                 parameters, forces = moves.setdefault(step, ([], []))
-                parameters += bound.parameters
-                forces += (self.state.force[parameter] for parameter in bound.held.block.parameters)
+                parameters += map(local, bound.parameters)
+                forces += (local(self.state.force[parameter]) for parameter in bound.block.parameters)
         for step, (parameters, forces) in moves.items():
             torch._foreach_add_(parameters, forces, alpha=step)
         if self.state.count % self.every == 0:
@@ -316,7 +323,7 @@ class Protection:
         total = self.state.pending.pop(block.name, 0.0)
         if not total:
             return None
-        weights = bound.weights()
+        weights: Mapping[str, Tensor] = bound.weights()
         if self.every > 1 and block.parameters[0] in self.state.force:
             weights = {name: torch.sub(w, self.state.force[name], alpha=total) for name, w in weights.items()}
         return Pull(bound, total, bound.held.displacement(weights), total * self.weight)
@@ -330,27 +337,27 @@ class Protection:
             for name, parameter, force in zip(block.parameters, bound.parameters, forces, strict=True):
                 self.state.force[name] = force.to(parameter, copy=True).contiguous()
 
-    def _step_size(self, bound: Bound) -> float:
+    def _step_size(self, bound: Stepped) -> float:
         """s of this step; 0 where the block had no gradient."""
         known = [parameter.grad is not None for parameter in bound.parameters]
         if not any(known):
             return 0.0
         if not all(known):
-            raise _not_as_one(bound.held)
+            raise _not_as_one(bound.block)
         return self._common_step(bound)
 
-    def _common_step(self, bound: Bound) -> float:
+    def _common_step(self, bound: Stepped) -> float:
         """The step size that all parameters of the block have."""
         sizes = {None if group is None else _sgd_step(group) for group in bound.groups}
         size = sizes.pop()
         if sizes or size is None:
-            raise _not_as_one(bound.held)
+            raise _not_as_one(bound.block)
         return size
 
 
-def _not_as_one(held: Held) -> UnsupportedError:
+def _not_as_one(block: Block) -> UnsupportedError:
     return UnsupportedError(
-        f"{held.block.name} is one block ({', '.join(held.block.parameters)}), and proximal mode moves it as one: give "
+        f"{block.name} is one block ({', '.join(block.parameters)}), and proximal mode moves it as one: give "
         "its parameters the same lr and momentum and all of them a gradient, or use mode='gradient'"
     )
 

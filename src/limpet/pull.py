@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from limpet.curvature import Block
 from limpet.posterior import Held
 from limpet.precision import Spectrum
 from limpet.thin import Thin
@@ -32,12 +33,28 @@ class ProximalState:
 
 
 @dataclass
-class Bound:
-    """A block with its parameters, those of them that the optimizer steps, and their groups."""
+class Stepped:
+    """A block with its parameters, and the groups of those that the optimizer steps."""
 
-    held: Held
+    block: Block
     parameters: list[nn.Parameter]
     groups: list[Group | None]
+
+    @property
+    def stepped(self) -> bool:
+        """Whether this step reaches it."""
+        return any(parameter.grad is not None for parameter in self.parameters)
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The parameters by name."""
+        return dict(zip(self.block.parameters, self.parameters, strict=True))
+
+
+@dataclass
+class Bound(Stepped):
+    """The same with what is kept of it."""
+
+    held: Held
     apply: Callable[[Tensor], Tensor] | None = None  # of the precision, ready for many uses
     spectrum: Spectrum | None = None  # where there is a budget
     thin: Thin | None = None  # where it trains through adapters,
@@ -106,10 +123,6 @@ class Bound:
             for parameter, group, part in zip(self.parameters, self.groups, self.held.block.split(whole), strict=True):
                 if group is not None:
                     yield parameter, group, part
-
-    def weights(self) -> dict[str, Tensor]:
-        """The parameters by name."""
-        return dict(zip(self.held.block.parameters, self.parameters, strict=True))
 
 
 @dataclass

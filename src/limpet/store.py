@@ -6,17 +6,20 @@ the library's version. `limpet.files` says how it is written.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from limpet import files
+from limpet import files, together
 from limpet.curvature import DIRECT, Block
 from limpet.errors import LimpetError, MemoryFileError, finite_number, positive_whole, signed_number, whole_number
+from limpet.parallel import Ranks, piece_like
 from limpet.posterior import Held, Posterior
 from limpet.precision import STRUCTURES
 from limpet.pull import ProximalState
@@ -28,10 +31,27 @@ DTYPES = (torch.float32, torch.float64)
 
 
 class State(TypedDict):
-    """What `memory.state_dict()` gives."""
+    """What `memory.state_dict()` gives. On many ranks that share a model, each has the tensors of its own blocks."""
+
+    metadata: str  # JSON, so that what keeps it (torch.distributed.checkpoint) need not take it apart
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Content:
+    """A state, unpacked."""
 
     metadata: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, state: State) -> Content:
+        """Unpack a state."""
+        with refusing():
+            metadata = json.loads(state["metadata"], parse_constant=files.no_constant)
+            if not isinstance(metadata, dict) or not isinstance(metadata.get("settings"), dict):
+                raise ValueError("its metadata are not ours")
+            return cls(metadata, state["tensors"])
 
 
 # --- from a memory to a state ----------------------------------------------------------------------------------
@@ -41,6 +61,7 @@ def collect(
     posterior: Posterior, settings: dict[str, Any], proximal: ProximalState | None, extra: Mapping[str, Tensor]
 ) -> State:
     """The state of a memory. Its tensors are the memory's own, which never change."""
+    spread = posterior.spread
     tensors = {f"extra/{name}": tensor.clone() for name, tensor in extra.items()}
     blocks = []
     for name, held in posterior.held.items():
@@ -67,7 +88,13 @@ def collect(
             running["mode"] = proximal.mode
         if proximal.multiplier is not None:
             running["multiplier"] = proximal.multiplier
-        tensors.update({f"force/{name}": tensor.clone() for name, tensor in proximal.force.items()})
+        force = proximal.force
+        if spread is not None:
+            force = spread.exchange(posterior.parameters()).bring(force)
+        tensors.update({f"force/{name}": tensor.clone() for name, tensor in force.items()})
+    if spread is not None:
+        found = {entry["name"]: entry for some in spread.ranks.gather(blocks) for entry in some}
+        blocks = [found[name] for name in posterior.names if name in found]
     metadata = {
         "library": __version__,
         "settings": settings,
@@ -75,7 +102,7 @@ def collect(
         "constant": posterior.constant,
         "proximal": running,
     }
-    return {"metadata": metadata, "tensors": tensors}
+    return {"metadata": json.dumps(metadata, allow_nan=False), "tensors": tensors}
 
 
 # --- from a state to a memory ----------------------------------------------------------------------------------
@@ -95,8 +122,8 @@ def refusing() -> Iterator[None]:
 class Settings:
     """The settings of a state, each checked for what it has to be."""
 
-    def __init__(self, state: State) -> None:
-        self._values: Mapping[str, Any] = state["metadata"]["settings"]
+    def __init__(self, content: Content) -> None:
+        self._values: Mapping[str, Any] = content.metadata["settings"]
 
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number >= 0; the default where an older file does not have it."""
@@ -135,11 +162,11 @@ class Settings:
         return value
 
 
-def check_settings(state: State, expected: Mapping[str, Any]) -> None:
+def check_settings(content: Content, expected: Mapping[str, Any]) -> None:
     """Refuse a state that another kind of memory made."""
     with refusing():
         for name, value in expected.items():
-            found = state["metadata"]["settings"][name]
+            found = content.metadata["settings"][name]
             if found != value:
                 raise MemoryFileError(
                     f"the memory has {name} {found!r}, this one is {value!r}: use limpet.load(path, model), which "
@@ -147,30 +174,32 @@ def check_settings(state: State, expected: Mapping[str, Any]) -> None:
                 )
 
 
-def direct_parameters(state: State) -> set[str]:
+def direct_parameters(content: Content) -> set[str]:
     """The parameters that were found to be used by no layer class."""
     with refusing():
-        return {p for block in state["metadata"]["blocks"] if block["kind"] == DIRECT for p in block["parameters"]}
+        return {p for block in content.metadata["blocks"] if block["kind"] == DIRECT for p in block["parameters"]}
 
 
-def parameter_names(state: State) -> set[str]:
+def parameter_names(content: Content) -> set[str]:
     """The parameters that the state speaks of."""
     with refusing():
-        return {p for block in state["metadata"]["blocks"] for p in block["parameters"]}
+        return {p for block in content.metadata["blocks"] for p in block["parameters"]}
 
 
 def restore(
-    state: State, blocks: Sequence[Block], posterior: Posterior
+    content: Content, blocks: Sequence[Block], posterior: Posterior
 ) -> tuple[dict[str, Held], float, ProximalState | None, dict[str, Tensor]]:
     """The blocks, constant, running protection and a method's own tensors, on the model's devices.
 
-    `blocks` are those of the model; where they differ from the state's, the error says in what.
+    `blocks` are those of the model; where they differ from the state's, the error says in what. Of a model in pieces,
+    every rank restores the blocks that it keeps.
     """
     with refusing():
-        metadata = state["metadata"]
+        metadata, spread = content.metadata, posterior.spread
         _compare(metadata["blocks"], posterior)
         by_parameters = {block.parameters: block for block in blocks}
-        tensors = dict(state["tensors"])
+        kept = blocks if spread is None else spread.settle(blocks, posterior.structure)
+        tensors = Untaken(content.tensors)
         held: dict[str, Held] = {}
         for entry in metadata["blocks"]:
             block = by_parameters.get(tuple(entry["parameters"]))
@@ -179,13 +208,18 @@ def restore(
                     f"{entry['name']}: the memory has {', '.join(entry['parameters'])} as one {entry['kind']} block, "
                     "and the model uses them in another way: load it into a model built as the one it was made for"
                 )
-            held[block.name] = _restore_block(entry, block, tensors, posterior)
-        proximal = _restore_proximal(metadata["proximal"], held, tensors, posterior)
-        for block in blocks:
-            held.setdefault(block.name, posterior.start(block))
-        extra = {key.removeprefix("extra/"): tensors.pop(key) for key in list(tensors) if key.startswith("extra/")}
-        if tensors:
-            raise MemoryFileError(f"tensors that belong to no block: {', '.join(sorted(tensors)[:3])}")
+            if block in kept:
+                held[block.name] = _restore_block(entry, block, tensors, posterior)
+            else:
+                tensors.leave(f"{entry['name']}/")
+        proximal = _restore_proximal(metadata["proximal"], tensors, posterior)
+        weights = posterior.weights()
+        for block in kept:
+            held.setdefault(block.name, posterior.start(block, weights))
+        extra = {key.removeprefix("extra/"): tensors.take(key) for key in tensors.under("extra/")}
+        left = tensors.under("")
+        if left:
+            raise MemoryFileError(f"tensors that belong to no block: {', '.join(left[:3])}")
         return held, signed_number("constant", metadata["constant"]), proximal, extra
 
 
@@ -210,26 +244,51 @@ def _compare(entries: Sequence[Mapping[str, Any]], posterior: Posterior) -> None
         )
 
 
-def _restore_block(entry: Mapping[str, Any], block: Block, tensors: dict[str, Tensor], posterior: Posterior) -> Held:
+class Untaken:
+    """The tensors of a state that nobody has taken yet."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors, self._names = tensors, set(tensors)
+
+    def under(self, prefix: str) -> list[str]:
+        """Their names, as far as they begin so."""
+        return sorted(name for name in self._names if name.startswith(prefix))
+
+    def take(self, name: str) -> Tensor:
+        """One of them."""
+        if name not in self._names:
+            raise MemoryFileError(
+                f"the tensor {name} is missing. A checkpoint of torch.distributed.checkpoint is read by "
+                "limpet.load(folder, model): only it knows how large a memory there is"
+            )
+        self._names.remove(name)
+        return self._tensors[name]
+
+    def leave(self, prefix: str) -> None:
+        """These are for another rank."""
+        self._names.difference_update(self.under(prefix))
+
+
+def _restore_block(entry: Mapping[str, Any], block: Block, tensors: Untaken, posterior: Posterior) -> Held:
     weight = posterior.parameters()[block.parameters[0]]
     dtype = torch.promote_types(weight.dtype, torch.float32)
     prefix = f"{entry['name']}/"
 
     def take(key: str) -> Tensor:
-        tensor = tensors.pop(prefix + key)
+        tensor = tensors.take(prefix + key)
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{prefix}{key} is of {tensor.dtype}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{block.name} holds inf or nan")
         return tensor.to(weight.device, dtype)
 
-    if not all(bool(torch.isfinite(tensor).all()) for key, tensor in tensors.items() if key.startswith(prefix)):
-        raise ValueError(f"{block.name} holds inf or nan")
     mean = take("mean")
-    slope = take("slope") if f"{prefix}slope" in tensors else None
+    slope = take("slope") if tensors.under(f"{prefix}slope") else None
     for name, tensor in (("mean", mean), ("slope", slope)):
         if tensor is not None and tensor.shape != block.shape:
             raise ValueError(f"{prefix}{name} has shape {tuple(tensor.shape)}, expected {tuple(block.shape)}")
     inner = f"{prefix}precision/"
-    kept = {key.removeprefix(inner): take(key.removeprefix(prefix)) for key in list(tensors) if key.startswith(inner)}
+    kept = {key.removeprefix(inner): take(key.removeprefix(prefix)) for key in tensors.under(inner)}
     for key, tensor in kept.items():
         square = tensor.dim() >= 2 and (key.startswith(("terms.", "matrix")))
         entries = tensor.diagonal(dim1=-2, dim2=-1) if square else tensor
@@ -243,22 +302,33 @@ def _restore_block(entry: Mapping[str, Any], block: Block, tensors: dict[str, Te
 
 
 def _restore_proximal(
-    running: Mapping[str, Any] | None, held: Mapping[str, Held], tensors: dict[str, Tensor], posterior: Posterior
+    running: Mapping[str, Any] | None, tensors: Untaken, posterior: Posterior
 ) -> ProximalState | None:
     if running is None:
         return None
-    weights = posterior.parameters()
-    pending = {held[name].block.name: finite_number("pending", size) for name, size in running["pending"].items()}
+    weights, spread = posterior.parameters(), posterior.spread
+    pending = {str(name): finite_number("pending", size) for name, size in running["pending"].items()}
     every, count = positive_whole("every", running["every"]), positive_whole("count", running["count"])
     multiplier = running.get("multiplier")
     multiplier = None if multiplier is None else signed_number("multiplier", multiplier)
     mode = str(running.get("mode", "proximal"))
     state = ProximalState(every, count, pending=pending, multiplier=multiplier, mode=mode)
-    for key in [key for key in tensors if key.startswith("force/")]:
-        force, weight = tensors.pop(key), weights[key.removeprefix("force/")]
+    whole: dict[str, Tensor] = {}
+    for key in tensors.under("force/"):
+        name = key.removeprefix("force/")
+        if spread is not None and spread.owners[name] != spread.ranks.rank:
+            tensors.leave(key)
+            continue
+        force, weight = tensors.take(key), weights[name]
         if force.shape != weight.shape:
             raise ValueError(f"{key} has shape {tuple(force.shape)}, expected {tuple(weight.shape)}")
-        state.force[key.removeprefix("force/")] = force.to(weight)
+        whole[name] = force if spread is not None else force.to(weight)
+    if spread is None:
+        state.force = whole
+    else:
+        names = set().union(*spread.ranks.gather(set(whole)))
+        pieces = spread.exchange(weights).give(whole, names)
+        state.force = {name: piece_like(weights[name], piece) for name, piece in pieces.items()}
     return state
 
 
@@ -267,12 +337,15 @@ def _restore_proximal(
 
 def write(path: str | Path, state: State) -> None:
     """Write a state; the file appears whole or not at all."""
-    files.write(path, FORMAT, state["metadata"], state["tensors"])
+    files.write(path, FORMAT, json.loads(state["metadata"]), state["tensors"])
+
+
+def write_together(path: str | Path, state: State, ranks: Ranks) -> None:
+    """Write the state of which every rank has its part into one file, as one process would have written it."""
+    together.write(path, FORMAT, json.loads(state["metadata"]), state["tensors"], ranks)
 
 
 def read(path: str | Path) -> State:
-    """Read a state, after every check that needs no model."""
-    metadata, tensors = files.read(path, FORMAT)
-    if not isinstance(metadata.get("settings"), dict):
-        raise MemoryFileError(f"{Path(path).name} has a header that is not one of ours")
-    return {"metadata": metadata, "tensors": tensors}
+    """Read a state, after every check that needs no model. Its tensors come from the file when they are asked for."""
+    described, tensors = files.read(path, FORMAT)
+    return {"metadata": json.dumps(described), "tensors": tensors}

@@ -14,6 +14,7 @@ from limpet.curvature.blocks import (
 from limpet.curvature.checkpoint import Checkpoint
 from limpet.curvature.fisher import FISHERS, Displacement, Fisher, FisherPass
 from limpet.curvature.guard import shifted, trainable, untouched
+from limpet.curvature.sharded import ShardedPass
 from limpet.curvature.structure import Structure
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Fisher",
     "FisherPass",
     "Forward",
+    "ShardedPass",
     "Structure",
     "call",
     "counted_examples",

@@ -9,7 +9,7 @@ recorded, and one example is sent through by itself; a block that fails is measu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,15 +128,17 @@ def not_by_example(
     batch: Any,
     forward: Forward | None,
     outputs: Sequence[Tensor],
+    on_any_rank: Callable[[bool], bool] = bool,
 ) -> set[str]:
     """The blocks whose layers do not see the examples one by one.
 
     Every call must see as many rows per example in the batch as for one example by itself; blocks of which squared
-    gradients are summed (`needs_examples`) must have the examples as first dimension, too.
+    gradients are summed (`needs_examples`) must have the examples as first dimension, too. Ranks that go through a
+    model together do so here, too, which is what `on_any_rank` is for.
     """
     count = outputs[0].shape[0]
     hooked = [block for block in blocks if block.layers]
-    if count < 2:
+    if not on_any_rank(count > 1):
         return set()
     if batch_size(batch) != count:
         return {
@@ -149,7 +151,7 @@ def not_by_example(
                 single, _ = call(model, part(batch, LAST), forward)
         except (RuntimeError, ValueError, IndexError) as error:
             raise CurvatureError(f"{MIXED} ({error})") from error
-        _same_outputs(as_tensors(single), outputs, model, batch, forward)
+        _same_outputs(as_tensors(single), outputs, model, batch, forward, on_any_rank)
         return {
             b.name
             for b in hooked
@@ -177,13 +179,18 @@ def _plausible(calls: Sequence[Call], count: int, needs_examples: bool) -> bool:
 
 
 def _same_outputs(
-    single: Sequence[Tensor], outputs: Sequence[Tensor], model: nn.Module, batch: Any, forward: Forward | None
+    single: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    model: nn.Module,
+    batch: Any,
+    forward: Forward | None,
+    on_any_rank: Callable[[bool], bool],
 ) -> None:
-    if all(_alike(a, b[LAST]) for a, b in zip(single, outputs, strict=True)):
+    if not on_any_rank(not all(_alike(a, b[LAST]) for a, b in zip(single, outputs, strict=True))):
         return
     with torch.no_grad():
         again = as_tensors(call(model, part(batch, LAST), forward)[0])
-    if not all(_alike(a, b) for a, b in zip(single, again, strict=True)):
+    if on_any_rank(not all(_alike(a, b) for a, b in zip(single, again, strict=True))):
         return  # a model that draws random numbers gives other outputs every time
     raise CurvatureError(MIXED)
 

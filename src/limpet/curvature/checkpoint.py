@@ -52,7 +52,8 @@ class Checkpoint:
         """Bring a pass to where the file says it was; nothing happens where there is no file."""
         if not self.path.exists():
             return
-        described, tensors = files.read(self.path, FORMAT)
+        described, kept = files.read(self.path, FORMAT)
+        tensors = dict(kept)
         try:
             if described["fingerprint"] != fingerprint(one_pass):
                 raise CurvatureError(

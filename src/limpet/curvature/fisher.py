@@ -33,6 +33,7 @@ from limpet.curvature.batches import (
 from limpet.curvature.blocks import Block, named_parameters
 from limpet.curvature.checkpoint import Checkpoint
 from limpet.curvature.guard import eager, plain_recurrence, shifted, trainable, untouched
+from limpet.curvature.live import Live
 from limpet.curvature.progress import Progress
 from limpet.curvature.record import Recorder
 from limpet.curvature.structure import Structure
@@ -40,7 +41,7 @@ from limpet.curvature.together import read_together
 from limpet.errors import CurvatureError, UnsupportedError, positive_whole
 from limpet.likelihoods import Likelihood, as_tensors
 from limpet.likelihoods.random import Draws, Random
-from limpet.parallel import current
+from limpet.parallel import Ranks, current
 from limpet.precision import Term
 
 FISHERS = ("auto", "exact", "sampled", "empirical")
@@ -105,6 +106,7 @@ class FisherPass:
         self.forward = forward
         self.displacement = displacement
         self.parameters = named_parameters(model)
+        self.live = Live(model)
         self.recorder = Recorder()
         self.begin_anew(set())
 
@@ -151,11 +153,16 @@ class FisherPass:
             self._read_all(batches, limit, progress, checkpoint)
         else:
             share = None if limit is None else -(-limit // ranks.size)
-            read_together(self, ranks, lambda: self._read_all(batches, share, progress and not ranks.rank, checkpoint))
+            shown = progress and not ranks.rank
+            self._read_together(ranks, lambda: self._read_all(batches, share, shown, checkpoint))
             total = None if total is None else round(ranks.numbers(total)[0])
         if not self.seen:
             raise CurvatureError("the batches held no example: give a loader that yields (inputs, targets)")
         return self._result(examples, total)
+
+    def _read_together(self, ranks: Ranks, read: Callable[[], None]) -> None:
+        """Read on every rank, and add up."""
+        read_together(self, ranks, read)
 
     def _read_all(
         self, batches: Iterable[Any], limit: int | None, progress: bool, checkpoint: Checkpoint | None
@@ -173,23 +180,16 @@ class FisherPass:
             self._read_all(batches, limit, progress, checkpoint)
 
     def _read(self, batches: Iterable[Any], limit: int | None, bar: Progress, checkpoint: Checkpoint | None) -> None:
-        known = self.batches
         with ExitStack() as stack:
             stack.callback(bar.close)
             bar.update(self.seen)
-            if limit is not None and self.seen >= limit:
-                for number, batch in zip(range(known), batches, strict=False):
-                    self.first.add(number, batch)
-                return  # a pass that was stopped when it had all it wanted
             stack.enter_context(untouched(self.model, batches))
             stack.enter_context(trainable(self.parameters[name] for b in self.blocks for name in b.parameters))
             stack.enter_context(eager())
             stack.enter_context(plain_recurrence(self.model))
+            stack.enter_context(self.live.watched())
             stack.enter_context(self.recorder.attached(self.blocks))
-            for number, batch in enumerate(batches):
-                self.first.add(number, batch)
-                if number < known:
-                    continue  # read before the pass was stopped
+            for number, batch in self._wanted(batches, limit):
                 before = self.seen
                 with shifted(self.parameters, self.displacement(number) if self.displacement else {}):
                     self._take(batch, None if limit is None else limit - self.seen)
@@ -197,8 +197,16 @@ class FisherPass:
                 bar.update(self.seen - before)
                 if checkpoint is not None and self.sums and checkpoint.due():
                     checkpoint.save(self)
-                if limit is not None and self.seen >= limit:
-                    break
+
+    def _wanted(self, batches: Iterable[Any], limit: int | None) -> Iterator[tuple[int, Any]]:
+        """The batches that are still to be read, with their numbers."""
+        known = self.batches  # read before the pass was stopped
+        for number, batch in enumerate(batches):
+            self.first.add(number, batch)
+            if number >= known:
+                yield number, batch
+            if number + 1 >= known and limit is not None and self.seen >= limit:
+                return
 
     def _result(self, examples: int | None, total: int | None) -> Fisher:
         if examples is None:
@@ -238,16 +246,24 @@ class FisherPass:
             with self.recorder.recording():
                 outputs, targets = call(self.model, batch, self.forward)
             tensors = as_tensors(outputs)
-            if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
-                raise CurvatureError("the model's outputs hold inf or nan, so nothing can be measured there")
-            count = self.likelihood.count(outputs, targets)
+            self._refuse_infinite(tensors)
             if self.generator is None:
                 self._begin(outputs, tensors)
             self._examine(batch, tensors)
             self._accumulate(batch, outputs, targets, tensors)
         self.recorder.clear()
-        self.seen += count
-        self.rows += tensors[0].shape[0]
+        self._count(outputs, targets)
+
+    def _refuse_infinite(self, outputs: tuple[Tensor, ...]) -> None:
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in outputs):
+            raise CurvatureError("the model's outputs hold inf or nan, so nothing can be measured there")
+
+    def _count(self, outputs: Any, targets: Any) -> None:
+        """One more batch is in the sums."""
+        with torch.no_grad():
+            self.tally += self.likelihood.tally(outputs, targets)
+        self.seen += self.likelihood.count(outputs, targets)
+        self.rows += as_tensors(outputs)[0].shape[0]
 
     def _positions(self, batch: Any, size: int) -> float:
         """How many of what is counted an example of the batch holds: 1, or its predicted positions."""
@@ -275,19 +291,36 @@ class FisherPass:
             for block in self.blocks
         ]
         way = (count > 1, tuple(firsts))
-        if way in self.audited:
+        if not self._on_any_rank(way not in self.audited):
             return
-        wrong, used = unseen(self.blocks, self.recorder, self.parameters, tensors)
+        wrong, used = unseen(self.blocks, self.recorder, self.live, tensors)
         self.used |= used
         needs_examples = {b.name for b in self.blocks if not self.structure.of(b).startswith("kronecker")}
-        wrong |= not_by_example(self.blocks, needs_examples, self.recorder, self.model, batch, self.forward, tensors)
-        wrong &= {block.name for block in self.blocks if block.layers}
-        if wrong and self.seen:
+        wrong |= not_by_example(
+            self.blocks,
+            needs_examples,
+            self.recorder,
+            self.model,
+            batch,
+            self.forward,
+            tensors,
+            self._on_any_rank,
+        )
+        wrong = self._of_all_ranks(wrong & {block.name for block in self.blocks if block.layers})
+        if wrong and self.sums:
             raise _UnforeseenError(wrong)
         self._make_direct(wrong)
         self.audited.add(way)
         if not self.sums:
             self.make_sums()
+
+    def _on_any_rank(self, told: bool) -> bool:
+        """Whether it is so; where ranks go through the model together, whether it is so for one of them."""
+        return told
+
+    def _of_all_ranks(self, names: set[str]) -> set[str]:
+        """The names; where ranks go through the model together, those of all of them."""
+        return names
 
     def named_sums(self) -> dict[str, Tensor]:
         """All that was summed so far, by block and name: what a checkpoint keeps, and what ranks add up."""
@@ -304,12 +337,10 @@ class FisherPass:
             self.sums[block.name] = self.structure.accumulator(block, self.parameters[block.parameters[0]])
 
     def _accumulate(self, batch: Any, outputs: Any, targets: Any, tensors: tuple[Tensor, ...]) -> None:
-        with torch.no_grad():
-            self.tally += self.likelihood.tally(outputs, targets)
         hooked = [block for block in self.blocks if block.layers]
         direct = [block for block in self.blocks if not block.layers]
         silent = [block for block in hooked if not self.recorder.calls.get(block.name)]
-        watched = {name: self.parameters[name] for block in silent for name in block.parameters}
+        watched = {name: self.live[name] for block in silent for name in block.parameters}
         roots = self._roots(batch, outputs, targets)
         self.roots = 0
         kept: list[tuple[Tensor, ...]] = []
@@ -324,8 +355,8 @@ class FisherPass:
                 continue
             gradients = gradients_at(tensors, wanted, root, keep=following is not None or bool(direct))
             edges = len(self.recorder.edges)
-            if any(gradient is not None for gradient in gradients[edges:]):
-                raise _UnforeseenError({block.name for block in silent})
+            if first and self._on_any_rank(any(gradient is not None for gradient in gradients[edges:])):
+                raise _UnforeseenError(self._of_all_ranks({block.name for block in silent}))
             with torch.no_grad():
                 self.recorder.take(gradients[:edges])
                 for block in hooked:
@@ -377,7 +408,7 @@ class FisherPass:
     ) -> None:
         """The gradients of one example after another: slow, and right for whatever the model does."""
         count = tensors[0].shape[0]
-        parameters = [self.parameters[block.parameters[0]] for block in direct]
+        parameters = [self.live[block.parameters[0]] for block in direct]
         if count > 1 and batch_size(batch) != count:
             raise CurvatureError(
                 f"{', '.join(block.name for block in direct)}: no layer class covers these parameters, so every "

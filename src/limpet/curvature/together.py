@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+
 from limpet.errors import LimpetError
 from limpet.parallel import Ranks
 
@@ -38,9 +40,13 @@ def add_up(one_pass: FisherPass, ranks: Ranks) -> None:
     """Let the sums of every rank be those of all."""
     if not one_pass.sums:
         one_pass.make_sums()  # a rank without data
-    summed = ranks.sum({**one_pass.named_sums(), "tally": one_pass.tally})
-    one_pass.tally = summed.pop("tally").cpu()
-    one_pass.load_sums(summed)
+    one_pass.load_sums(ranks.sum(one_pass.named_sums()))
+    add_up_counts(one_pass, ranks)
+
+
+def add_up_counts(one_pass: FisherPass, ranks: Ranks) -> None:
+    """Let what every rank saw be what all of them saw."""
+    one_pass.tally = torch.tensor(ranks.numbers(*one_pass.tally.tolist()), dtype=one_pass.tally.dtype)
     one_pass.seen, one_pass.rows = (round(total) for total in ranks.numbers(one_pass.seen, one_pass.rows))
     one_pass.used = set().union(*ranks.gather(one_pass.used))
     told = [found for found in ranks.gather((one_pass.roots, one_pass.fisher)) if found[0]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -87,7 +87,7 @@ def images(name: str, split: str) -> Examples:
     source = _mirror_files(name, split)
     cached = _cache_folder() / f"{name}-{split}-{_fingerprint(name, source)}.safetensors"
     try:
-        _, tensors = files.read(cached, FORMAT)
+        tensors: Mapping[str, Tensor] = files.read(cached, FORMAT)[1]
     except MemoryFileError:  # not there yet, or damaged: decode
         tensors = _decode(name, split, source)
         cached.parent.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,7 @@ class Method:
 
     def state(self) -> State:
         """What the method must remember to go on, also in the middle of a task."""
-        return {"metadata": {}, "tensors": {}}
+        return {"metadata": "{}", "tensors": {}}
 
     def load(self, state: State) -> None:
         """Go on from a state."""

@@ -20,7 +20,7 @@ from limpet import files
 from limpet.errors import LimpetError
 from limpet.experiments import metrics
 from limpet.experiments.recipe import Part, Recipe, checked, parse
-from limpet.store import State
+from limpet.store import Content
 from limpet.version import __version__
 
 CHECKPOINT_FORMAT = "limpet run checkpoint"
@@ -158,16 +158,15 @@ class RunFolder:
         """Write the weights."""
         save_model(model, str(self.model))
 
-    def save_checkpoint(self, state: State) -> None:
+    def save_checkpoint(self, content: Content) -> None:
         """Write the checkpoint, whole or not at all."""
-        files.write(self.checkpoint, CHECKPOINT_FORMAT, state["metadata"], state["tensors"])
+        files.write(self.checkpoint, CHECKPOINT_FORMAT, content.metadata, content.tensors)
 
-    def load_checkpoint(self) -> State | None:
+    def load_checkpoint(self) -> Content | None:
         """The last checkpoint, if there is one."""
         if not self.checkpoint.is_file():
             return None
-        metadata_, tensors = files.read(self.checkpoint, CHECKPOINT_FORMAT)
-        return {"metadata": metadata_, "tensors": tensors}
+        return Content(*files.read(self.checkpoint, CHECKPOINT_FORMAT))
 
 
 def load_record(path: Path) -> Record:

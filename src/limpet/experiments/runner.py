@@ -28,6 +28,7 @@ from limpet.experiments.record import ROUND, Curve, Record, RunFolder, Seconds, 
 from limpet.experiments.registry import load_file
 from limpet.experiments.sequences import experiment_key
 from limpet.experiments.training import Position, TaskTraining, load_optimizer_state, optimizer_state
+from limpet.store import Content
 
 CHECKPOINT_SECONDS = 20.0
 
@@ -271,17 +272,17 @@ class Run:
             "method": method["metadata"],
             "training": training,
         }
-        self.folder.save_checkpoint({"metadata": metadata, "tensors": tensors})
+        self.folder.save_checkpoint(Content(metadata, tensors))
         self._saved = time.monotonic()
 
     def _load(self) -> None:
         """Take up the last checkpoint, if there is one."""
-        state = self.folder.load_checkpoint()
-        if state is None:
+        content = self.folder.load_checkpoint()
+        if content is None:
             return
-        metadata = state["metadata"]
+        metadata = content.metadata
         parts: dict[str, dict[str, torch.Tensor]] = {"model": {}, "method": {}, "optimizer": {}}
-        for key, tensor in state["tensors"].items():
+        for key, tensor in content.tensors.items():
             part, _, name = key.partition("/")
             parts[part][name] = tensor
         self.record = Record.model_validate(metadata["record"])

@@ -7,7 +7,6 @@ trainer.train()
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -126,7 +125,7 @@ class MemoryCallback(TrainerCallback):
         path.parent.mkdir(parents=True, exist_ok=True)
         state = self.memory.state_dict()
         # a memory's tensors never change, so the same ones hold the same
-        content = json.dumps(state["metadata"]), {name: id(tensor) for name, tensor in state["tensors"].items()}
+        content = state["metadata"], {name: id(tensor) for name, tensor in state["tensors"].items()}
         if self._written is not None and self._written[1] == content and self._written[0].exists():
             path.unlink(missing_ok=True)
             os.link(self._written[0], path)

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from limpet.curvature import Checkpoint, Fisher, Forward
 from limpet.errors import LimpetError
 from limpet.methods.laplace import Laplace
@@ -62,8 +64,6 @@ class ApproximateLaplace(Laplace):
             if file is not None:
                 file.remove()
 
-    def _updated(self, held: Held, fishers: list[Fisher]) -> Held:
+    def _updated(self, held: Held, fishers: list[Fisher], mean: Tensor) -> Held:
         fresh = self.posterior.without_tasks(held)
-        return replace(
-            fresh, mean=self._current_mean(held), precision=self._added(fresh, fishers), tasks=held.tasks + 1
-        )
+        return replace(fresh, mean=mean, precision=self._added(fresh, fishers), tasks=held.tasks + 1)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from limpet import store
 from limpet.calibration import Curve
@@ -19,6 +20,7 @@ from limpet.curvature import (
     Fisher,
     FisherPass,
     Forward,
+    ShardedPass,
     counted_examples,
 )
 from limpet.errors import (
@@ -37,6 +39,7 @@ from limpet.methods.memory import MAX_SIDE, Memory
 from limpet.parallel import current
 from limpet.posterior import Held, Posterior
 from limpet.precision import Precision
+from limpet.spread import refuse_spread
 from limpet.surroundings import surroundings, with_task
 
 LOOK = 2000
@@ -139,6 +142,9 @@ class Laplace(Memory):
         checkpoint: Checkpoint | None = None,
     ) -> Fisher:
         self._refuse_inside_protect()
+        if self.smoothing or self._automatic:
+            what = "smoothing" if self.smoothing else "strength='auto'"
+            refuse_spread(self.posterior.spread, what, "give a number as strength, and leave out smoothing=")
         around = self._surroundings(batches, examples, limit, forward) if self.smoothing else None
         return self._pass(forward, around).run(
             batches, examples=examples, limit=limit, progress=progress, checkpoint=checkpoint
@@ -157,9 +163,13 @@ class Laplace(Memory):
         return surroundings(self.posterior, look, strength, self.smoothing, self.seed + self.tasks)
 
     def _pass(self, forward: Forward | None, displacement: Displacement | None) -> FisherPass:
-        return FisherPass(
+        blocks, spread = self._planned(), self.posterior.spread
+        if spread is not None:
+            spread.settle(blocks, self.posterior.structure)
+        kind = FisherPass if spread is None else partial(ShardedPass, spread.ranks, spread.owners)
+        return kind(
             self.model,
-            self._planned(),
+            blocks,
             self.likelihood,
             self.posterior.structure,
             fisher=self.fisher,
@@ -179,7 +189,14 @@ class Laplace(Memory):
         curve = self._curve(with_task(self.posterior, newest, 1.0), newest, forward) if self._automatic else None
         if curve is not None:
             self._strength = curve.strength
-        self.posterior.replace_all(lambda held: self._updated(held, fishers) if newest.speaks_of(held.block) else held)
+        weights = self.posterior.weights()
+        self.posterior.replace_all(
+            lambda held: (
+                self._updated(held, fishers, held.matrix(weights).detach().clone())
+                if newest.speaks_of(held.block)
+                else held
+            )
+        )
         curve = curve or self._curve(self.posterior, newest, forward)
         self.history = self.history.learned(newest.examples, curve, moved)
         self.unused = newest.unused
@@ -196,6 +213,8 @@ class Laplace(Memory):
 
     def _curve(self, posterior: Posterior, newest: Fisher, forward: Forward | None) -> Curve:
         """How the loss of the newest task rises around a posterior that knows it."""
+        if posterior.spread is not None:
+            return Curve()
         return measure(posterior, newest, self.likelihood, forward, self.seed + self.tasks)
 
     def _warn_of_fallback(self, newest: Fisher) -> None:
@@ -209,8 +228,8 @@ class Laplace(Memory):
             )
 
     @abstractmethod
-    def _updated(self, held: Held, fishers: list[Fisher]) -> Held:
-        """The block after the task."""
+    def _updated(self, held: Held, fishers: list[Fisher], mean: Tensor) -> Held:
+        """The block after the task, whose weights are now `mean`."""
 
     def _added(self, held: Held, fishers: list[Fisher]) -> Precision:
         """The block's precision with these Fishers added, each times the strength."""

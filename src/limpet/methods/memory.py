@@ -26,12 +26,14 @@ from limpet.forecast import Forecast, forecast
 from limpet.likelihoods import Likelihood, resolve
 from limpet.linearised import OutputDistribution, output_distribution
 from limpet.methods.checks import check_model, excluded_names, say_what_is_not_protected
-from limpet.posterior import Held, Posterior
+from limpet.posterior import Posterior
 from limpet.precision import STRUCTURES
 from limpet.predictive import predictive, sample_weights
 from limpet.protect import Protection, StepObserver
+from limpet.protect_sharded import ShardedProtection
 from limpet.pull import ProximalState
 from limpet.report import Report, report
+from limpet.spread import refuse_spread
 
 PRIOR_MEANS = ("zero", "initial")
 """What the weights are thought to be before the first task: zero, or what they were when the memory was made."""
@@ -146,7 +148,8 @@ class Memory(ABC):
         """
         self._refuse_inside_protect()
         self.posterior.arrange(self._planned())
-        return Protection(
+        kind = Protection if self.posterior.spread is None else ShardedProtection
+        return kind(
             self.posterior,
             optimizer,
             examples=examples,
@@ -229,6 +232,7 @@ class Memory(ABC):
 
     def sample_weights(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """The protected parameters, drawn from the Gaussian that the memory is."""
+        self._refuse_spread("sample_weights")
         return sample_weights(self.posterior, generator)
 
     def predictive(
@@ -255,6 +259,7 @@ class Memory(ABC):
         >>> memory.predictive(torch.zeros(5, 3), how="probit").sum(1).round(decimals=4)
         tensor([1., 1., 1., 1., 1.])
         """
+        self._refuse_spread("predictive")
         return predictive(
             self.posterior,
             self.likelihood,
@@ -279,8 +284,12 @@ class Memory(ABC):
         >>> found.mean.shape, found.covariance.shape
         (torch.Size([5, 1]), torch.Size([5, 1, 1]))
         """
+        self._refuse_spread("output_distribution")
         prior = self._prior(prior_precision)
         return output_distribution(self.posterior, inputs, forward=forward, prior_precision=prior)
+
+    def _refuse_spread(self, what: str) -> None:
+        refuse_spread(self.posterior.spread, f"memory.{what}(...)", "save the memory, and load it in one process")
 
     def _prior(self, prior_precision: float | str | None) -> float | None:
         if isinstance(prior_precision, str):
@@ -315,33 +324,35 @@ class Memory(ABC):
             found.extend(block.made_direct() if self._direct & set(block.parameters) else [block])
         return found
 
-    def _current_mean(self, held: Held) -> Tensor:
-        """The weights as they are now, to become a block's mean."""
-        return held.matrix(self.posterior.weights()).detach().clone()
-
     # --- keeping ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> store.State:
-        """All that the memory holds: {"metadata": plain JSON values, "tensors": tensors by name}."""
+        """All that the memory holds: {"metadata": JSON, "tensors": tensors by name}.
+
+        With `load_state_dict` it makes a memory a Stateful of torch.distributed.checkpoint: save it beside the model,
+        `dcp.save({"model": ..., "memory": memory}, checkpoint_id=folder)`, and `limpet.load(folder, model)` brings it
+        back on any number of ranks. For a model in pieces it is a collective.
+        """
         return store.collect(self.posterior, self._settings(), self._proximal_state, self._extra_tensors())
 
     def load_state_dict(self, state: store.State) -> None:
         """Take over a state that `state_dict` made, for the same method, structure and model; all of it or nothing."""
         self._refuse_inside_protect()
+        content = store.Content.of(state)
         expected = {"method": self.method, "structure": self.structure, "likelihood": self.likelihood.describe()}
-        store.check_settings(state, expected)
+        store.check_settings(content, expected)
         previous = self._direct, self.exclude, self.posterior.structure
         try:
             with store.refusing():
-                settings = store.Settings(state)
+                settings = store.Settings(content)
                 max_side = positive_whole("max_side", settings.whole("max_side"))
-                self._direct, self.exclude = store.direct_parameters(state), tuple(settings.names("exclude"))
+                self._direct, self.exclude = store.direct_parameters(content), tuple(settings.names("exclude"))
                 self.posterior.structure = Structure(self.structure, max_side)
                 attributes = self._read_settings(settings)
                 prior_precision = settings.number("prior_precision")
                 prior_mean = settings.choice("prior_mean", PRIOR_MEANS)
-                blocks = self._planned(also=store.parameter_names(state))
-                held, constant, proximal, extra = store.restore(state, blocks, self.posterior)
+                blocks = self._planned(also=store.parameter_names(content))
+                held, constant, proximal, extra = store.restore(content, blocks, self.posterior)
                 attributes.update(self._read_extra(settings, extra))
         except MemoryFileError:
             self._direct, self.exclude, self.posterior.structure = previous
@@ -353,8 +364,15 @@ class Memory(ABC):
         self._proximal_state = self._resume = proximal
 
     def save(self, path: str | Path) -> None:
-        """Keep the memory in a file: safetensors with a versioned header, no pickle."""
-        store.write(path, self.state_dict())
+        """Keep the memory in a file: safetensors with a versioned header, no pickle.
+
+        Of a model in pieces all ranks write their parts of one file, which must be in a folder that all of them see.
+        """
+        state, spread = self.state_dict(), self.posterior.spread
+        if spread is None:
+            store.write(path, state)
+        else:
+            store.write_together(path, state, spread.ranks)
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
         """Upload the memory beside a model on the Hugging Face hub, where `limpet.load(repo_id, model)` finds it."""

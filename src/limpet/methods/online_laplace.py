@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from limpet.curvature import Fisher
 from limpet.methods.laplace import Laplace
 from limpet.posterior import Held
@@ -36,6 +38,5 @@ class OnlineLaplace(Laplace):
 
     method = "online-laplace"
 
-    def _updated(self, held: Held, fishers: list[Fisher]) -> Held:
-        precision = self._added(held, fishers)
-        return replace(held, mean=self._current_mean(held), precision=precision, tasks=held.tasks + 1)
+    def _updated(self, held: Held, fishers: list[Fisher], mean: Tensor) -> Held:
+        return replace(held, mean=mean, precision=self._added(held, fishers), tasks=held.tasks + 1)

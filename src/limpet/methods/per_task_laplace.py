@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from limpet.curvature import Fisher, Forward
 from limpet.methods.laplace import Laplace
@@ -37,10 +38,11 @@ class PerTaskLaplace(Laplace):
     def _settle(self, fishers: list[Fisher], forward: Forward | None) -> None:
         self._moved = 0.0
         super()._settle(fishers, forward)
-        self.posterior.constant += self._moved
+        spread = self.posterior.spread
+        self.posterior.constant += self._moved if spread is None else spread.ranks.numbers(self._moved)[0]
 
-    def _updated(self, held: Held, fishers: list[Fisher]) -> Held:
-        mean, slope = self._current_mean(held), None
+    def _updated(self, held: Held, fishers: list[Fisher], mean: Tensor) -> Held:
+        slope = None
         if held.tasks:
             d = widened(mean - held.mean)
             precision = held.precision.to(d.device, torch.float64)

@@ -17,6 +17,7 @@ from limpet.methods.memory import MAX_SIDE, Memory
 from limpet.posterior import Held
 from limpet.precision import Diagonal, DiagonalTerm
 from limpet.protect import StepObserver
+from limpet.spread import refuse_spread
 
 
 class SynapticIntelligence(Memory):
@@ -71,6 +72,7 @@ class SynapticIntelligence(Memory):
             exclude=exclude,
             max_side=MAX_SIDE,
         )
+        refuse_spread(self.posterior.spread, "Synaptic Intelligence", "use limpet.OnlineLaplace")
 
     def _planned(self, also: Any = ()) -> list[Block]:
         """Every parameter is a block of its own: importance is counted weight by weight, whatever the layer."""
@@ -118,7 +120,8 @@ class SynapticIntelligence(Memory):
             # the penalty is 1/2 L d^2 / N, that of the paper strength * Omega d^2
             term = held.block.matrix([2 * watch.examples * importance])
             precision = held.precision.add(DiagonalTerm(_kept_positive(term, held, self._strength)), self._strength)
-            held_now[name] = replace(held, mean=self._current_mean(held), precision=precision, tasks=held.tasks + 1)
+            mean = held.matrix(weights).detach().clone()
+            held_now[name] = replace(held, mean=mean, precision=precision, tasks=held.tasks + 1)
         self.posterior.held = held_now
         self.examples += watch.examples
         self.tasks += 1

@@ -10,6 +10,8 @@ share of the data:
 and every rank has the memory of all of them.
 """
 
+from limpet.parallel.owners import share
+from limpet.parallel.pieces import Exchange, in_pieces, local, piece_like
 from limpet.parallel.ranks import Ranks, alone, current
 
-__all__ = ["Ranks", "alone", "current"]
+__all__ = ["Exchange", "Ranks", "alone", "current", "in_pieces", "local", "piece_like", "share"]

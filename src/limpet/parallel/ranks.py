@@ -46,6 +46,15 @@ class Ranks:
             summed[name] = total
         return summed
 
+    def reduce(self, tensors: Mapping[str, Tensor], to: int) -> dict[str, Tensor] | None:
+        """The sum over all ranks of tensors that all of them have, on rank `to` alone; None on the others."""
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+        dist.reduce(flat, to)
+        if self.rank != to:
+            return None
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
+        return {name: part.reshape(t.shape) for part, (name, t) in zip(parts, tensors.items(), strict=True)}
+
     def numbers(self, *values: float) -> list[float]:
         """The sum over all ranks of each number."""
         total = torch.tensor(values, dtype=torch.float64, device=self._device({}))
