@@ -3,12 +3,16 @@
 many_ranks.py pass FOLDER        curvature of many networks, one file each, written by rank 0
 many_ranks.py train FOLDER       fifty protected steps under DistributedDataParallel
 many_ranks.py wrong              one rank's data are wrong
+many_ranks.py keep FOLDER        the memory of a model in pieces, in the middle of a protection, in three ways
+many_ranks.py reload FOLDER      what `keep` kept, on another number of ranks, kept again
+many_ranks.py bytes FOLDER       what a rank keeps of a deep network, and the most it has while it consolidates
 many_ranks.py pass-sharded, train-sharded FOLDER    the same with models in pieces (fully_shard)
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -16,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -26,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import limpet
 import networks
 from limpet.errors import CurvatureError
+from live_bytes import LiveBytes
 
 NETWORKS = ["linear", "conv2d", "transformer", "attention", "embedding", "batch norm 1d", "direct parameter"]
 STRUCTURES = ["kronecker", "diagonal"]
@@ -93,6 +99,54 @@ def train(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None:
             save_file(tensors, folder / f"{mode}-{every}.safetensors")
 
 
+def transformer(size: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """A network of several blocks, in pieces."""
+    model, x, y = networks.build("transformer")
+    return in_pieces(model, size), x, y
+
+
+def keep(folder: Path, rank: int, size: int) -> None:
+    """Saved inside `protect`, so that what a proximal step carries on is saved, too."""
+    model, x, y = transformer(size)
+    memory = limpet.PerTaskLaplace(model, strength=3.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    memory.consolidate([(x, y)], progress=False)
+    for task in range(2):
+        with memory.protect(optimizer, examples=6, every=4):
+            for _ in range(6):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x.flip(1)), y).backward()
+                optimizer.step()
+            if task == 1:
+                memory.save(folder / "memory.safetensors")
+                dcp.save({"model": model, "memory": memory}, checkpoint_id=folder / "now")
+                dcp.async_save({"memory": memory}, checkpoint_id=folder / "later").result()
+        memory.consolidate([(x.flip(0), y)], progress=False)
+
+
+def reload(folder: Path, rank: int, size: int) -> None:
+    for name in ("memory.safetensors", "now", "later"):
+        model, _, _ = transformer(size)
+        limpet.load(folder / name, model).save(folder / f"{name} on {size}.safetensors")
+
+
+def measure_bytes(folder: Path, rank: int, size: int) -> None:
+    """Three tasks; activations are next to nothing beside the weights."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(24) for layer in (nn.Linear(96, 96), nn.Tanh())]
+    model = in_pieces(nn.Sequential(*layers, nn.Linear(96, 4)), size)
+    memory = limpet.OnlineLaplace(model, fisher="sampled")
+    peaks = []
+    for _ in range(3):
+        with LiveBytes() as live:
+            memory.consolidate([(torch.randn(4, 96), torch.randint(0, 4, (4,)))] * 2, progress=False)
+        peaks.append(live.peak)
+    pieces = sum(limpet.parallel.local(p).nbytes for p in model.parameters())
+    block = max(held.nbytes for held in memory.posterior.held.values())
+    told = {"bytes": memory.nbytes, "peaks": peaks, "pieces": pieces, "block": block}
+    (folder / f"{rank} of {size}.json").write_text(json.dumps(told))
+
+
 def whole(parameter: Any) -> Tensor:
     """A parameter in one piece."""
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
@@ -125,6 +179,9 @@ def main() -> None:
     jobs: dict[str, Any] = {
         "pass": lambda: passes(Path(rest[0]), rank, size),
         "train": lambda: train(Path(rest[0]), rank, size),
+        "bytes": lambda: measure_bytes(Path(rest[0]), rank, size),
+        "keep": lambda: keep(Path(rest[0]), rank, size),
+        "reload": lambda: reload(Path(rest[0]), rank, size),
         "pass-sharded": lambda: passes(Path(rest[0]), rank, size, sharded=True),
         "train-sharded": lambda: train(Path(rest[0]), rank, size, sharded=True),
         "wrong": lambda: wrong(rank),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import limpet
 import many_ranks
 import networks
 from limpet import parallel
+from limpet.errors import MemoryFileError
 
 SCRIPT = Path(__file__).with_name("many_ranks.py")
 
@@ -78,6 +81,40 @@ def test_fifty_protected_steps_on_many_ranks_are_those_of_one(job: str, tmp_path
             for key, tensor in one.items():
                 # the weights themselves; forecasts without their curve, which a model in pieces has not
                 assert (many[key] - tensor).norm() < 1e-4 * tensor.norm(), (path.name, ranks, key)
+
+
+@pytest.mark.slow
+def test_a_memory_kept_on_four_ranks_is_the_same_on_two_and_on_one(tmp_path: Path) -> None:
+    torchrun(4, "keep", str(tmp_path))
+    for ranks in (2, 1):
+        torchrun(ranks, "reload", str(tmp_path))
+    kept = load_file(tmp_path / "memory.safetensors")
+    assert any(name.startswith("force/") for name in kept) and any(name.endswith("slope") for name in kept)
+    for name in ("memory.safetensors", "now", "later"):
+        for ranks in (2, 1):
+            again = load_file(tmp_path / f"{name} on {ranks}.safetensors")
+            assert again.keys() == kept.keys()
+            assert all(torch.equal(again[key], tensor) for key, tensor in kept.items()), (name, ranks)
+    model, _, _ = networks.build("transformer")
+    with pytest.warns(UserWarning), pytest.raises(MemoryFileError, match=r"limpet.load\(folder, model\)"):
+        dcp.load({"memory": limpet.PerTaskLaplace(model)}, checkpoint_id=tmp_path / "now", no_dist=True)
+
+
+@pytest.mark.slow
+def test_no_rank_holds_the_memory_of_a_model_in_pieces(tmp_path: Path) -> None:
+    for ranks in (1, 4):
+        torchrun(ranks, "bytes", str(tmp_path))
+    one = json.loads((tmp_path / "0 of 1.json").read_text())
+    many = [json.loads((tmp_path / f"{rank} of 4.json").read_text()) for rank in range(4)]
+    assert sum(rank["bytes"] for rank in many) == one["bytes"]
+    assert max(rank["bytes"] for rank in many) <= 0.30 * one["bytes"]
+    for rank in many:
+        # the block that is at work is so in float64, with its rotations: four times itself
+        room = rank["pieces"] + 4 * rank["block"]
+        assert rank["peaks"][0] <= room + rank["bytes"]
+        # the memory of before stays until the new one is whole
+        assert max(rank["peaks"]) <= room + 2 * rank["bytes"]
+        assert max(rank["peaks"]) <= 0.7 * one["bytes"] < one["peaks"][0]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from limpet import store
+from limpet import dcp, store
 from limpet.errors import LimpetWarning
 from limpet.hub import local_file
 from limpet.likelihoods import Likelihood, from_description
@@ -19,8 +19,9 @@ from limpet.methods import METHODS, Memory
 def load(path: str | Path, model: nn.Module, *, likelihood: Likelihood | None = None) -> Memory:
     """The memory that `memory.save(path)` kept, for the same model. A likelihood of your own has to be given again.
 
-    `path` is a file, a folder with a memory.safetensors in it, or the name of a model on the Hugging Face hub that is
-    published with its memory, such as "user/model".
+    `path` is a file, a folder with a memory.safetensors in it, a checkpoint of torch.distributed.checkpoint, or the
+    name of a model on the Hugging Face hub that is published with its memory, such as "user/model". Where the model
+    lies on many ranks in pieces, every rank reads the blocks that it is to keep.
 
     >>> import tempfile, torch, limpet
     >>> model = torch.nn.Linear(3, 2)
@@ -32,7 +33,7 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Likelihood | None = 
     >>> again
     <OnlineLaplace structure='kronecker' strength=1 tasks=1 examples=20 bytes=168>
     """
-    state = store.read(local_file(path))
+    state = dcp.read(path) if dcp.is_checkpoint(path) else store.read(local_file(path))
     content = store.Content.of(state)
     settings: dict[str, Any] = content.metadata["settings"]
     with store.refusing(), warnings.catch_warnings():

@@ -65,6 +65,9 @@ def collect(
     tensors = {f"extra/{name}": tensor.clone() for name, tensor in extra.items()}
     blocks = []
     for name, held in posterior.held.items():
+        own = {"mean": held.mean} if held.slope is None else {"mean": held.mean, "slope": held.slope}
+        own |= {f"precision/{key}": tensor for key, tensor in held.precision.tensors().items()}
+        tensors.update({f"{name}/{key}": tensor for key, tensor in own.items()})
         blocks.append(
             {
                 "name": name,
@@ -74,13 +77,9 @@ def collect(
                 "shape": list(held.block.shape),
                 "tasks": held.tasks,
                 "precision": held.precision.facts(),
+                "tensors": sorted(own),
             }
         )
-        tensors[f"{name}/mean"] = held.mean
-        if held.slope is not None:
-            tensors[f"{name}/slope"] = held.slope
-        for key, tensor in held.precision.tensors().items():
-            tensors[f"{name}/precision/{key}"] = tensor
     running: dict[str, Any] | None = None
     if proximal is not None and proximal.count:
         running = {"every": proximal.every, "count": proximal.count, "pending": dict(proximal.pending)}
@@ -102,7 +101,9 @@ def collect(
         "constant": posterior.constant,
         "proximal": running,
     }
-    return {"metadata": json.dumps(metadata, allow_nan=False), "tensors": tensors}
+    # what is zero everywhere may be one number that stands for many
+    solid = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return {"metadata": json.dumps(metadata, allow_nan=False), "tensors": solid}
 
 
 # --- from a state to a memory ----------------------------------------------------------------------------------
@@ -256,13 +257,18 @@ class Untaken:
 
     def take(self, name: str) -> Tensor:
         """One of them."""
-        if name not in self._names:
-            raise MemoryFileError(
-                f"the tensor {name} is missing. A checkpoint of torch.distributed.checkpoint is read by "
-                "limpet.load(folder, model): only it knows how large a memory there is"
-            )
+        self.expect(name)
         self._names.remove(name)
         return self._tensors[name]
+
+    def expect(self, *names: str) -> None:
+        """Refuse a state that lacks one of these."""
+        missing = [name for name in names if name not in self._names]
+        if missing:
+            raise MemoryFileError(
+                f"the tensor {missing[0]} is missing. A checkpoint of torch.distributed.checkpoint is read by "
+                "limpet.load(folder, model), which looks what is there first"
+            )
 
     def leave(self, prefix: str) -> None:
         """These are for another rank."""
@@ -282,6 +288,7 @@ def _restore_block(entry: Mapping[str, Any], block: Block, tensors: Untaken, pos
             raise ValueError(f"{block.name} holds inf or nan")
         return tensor.to(weight.device, dtype)
 
+    tensors.expect(*(prefix + key for key in entry.get("tensors", ())))  # files of before 0.1 do not list them
     mean = take("mean")
     slope = take("slope") if tensors.under(f"{prefix}slope") else None
     for name, tensor in (("mean", mean), ("slope", slope)):

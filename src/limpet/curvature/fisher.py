@@ -213,8 +213,9 @@ class FisherPass:
             examples = self.seen if total is None else round(self.seen * max(total / self.rows, 1))
         scale = examples / self.seen
         scale *= self.likelihood.fisher_scale(self.tally, empirical=self.fisher == "empirical")
-        terms = {name: accumulator.terms(scale) for name, accumulator in self.sums.items()}
-        for name, found in terms.items():
+        terms = {}
+        for name in list(self.sums):  # one after another, so that a block's sums are gone when the next one is made
+            terms[name] = found = self.sums.pop(name).terms(scale)
             if not all(term.is_finite() for term in found):
                 raise CurvatureError(f"the curvature of {name} holds inf or nan: look at the data, or the weights")
         unused = {name for block in self.blocks for name in block.parameters} - self.used

@@ -189,14 +189,7 @@ class Laplace(Memory):
         curve = self._curve(with_task(self.posterior, newest, 1.0), newest, forward) if self._automatic else None
         if curve is not None:
             self._strength = curve.strength
-        weights = self.posterior.weights()
-        self.posterior.replace_all(
-            lambda held: (
-                self._updated(held, fishers, held.matrix(weights).detach().clone())
-                if newest.speaks_of(held.block)
-                else held
-            )
-        )
+        self._update(fishers)
         curve = curve or self._curve(self.posterior, newest, forward)
         self.history = self.history.learned(newest.examples, curve, moved)
         self.unused = newest.unused
@@ -210,6 +203,23 @@ class Laplace(Memory):
                 "known of them; leave them out with exclude=[...] if they belong to other tasks",
                 NotProtectedWarning,
             )
+
+    def _update(self, fishers: list[Fisher]) -> None:
+        """Every block of which the newest task says something, after the task."""
+        weights = dict(self.posterior.weights())
+
+        def updated(held: Held) -> Held:
+            if not fishers[-1].speaks_of(held.block):
+                return held
+            after = self._updated(held, fishers, held.matrix(weights).detach().clone())
+            if self.posterior.spread is not None:  # nobody else asks for them, and a rank has room for its own blocks
+                for name in held.block.parameters:
+                    del weights[name]
+                for fisher in fishers:
+                    fisher.terms.pop(held.block.name, None)
+            return after
+
+        self.posterior.replace_all(updated)
 
     def _curve(self, posterior: Posterior, newest: Fisher, forward: Forward | None) -> Curve:
         """How the loss of the newest task rises around a posterior that knows it."""

@@ -62,7 +62,7 @@ class Basis:
         overlap = new.mT if self.vectors is None else new.mT @ widened(self.vectors)
         carry = overlap.square()
         # Stored bases are rounded, so columns sum to 1 only almost; made exact, the trace is kept exactly.
-        carry = carry / carry.sum(-2, keepdim=True)
+        carry /= carry.sum(-2, keepdim=True)
         return self._keep(new, values), carry, ((factor @ new) * new).sum(-2)
 
     def _keep(self, vectors: Tensor | None, trace: Tensor) -> Basis:
