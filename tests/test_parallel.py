@@ -109,8 +109,8 @@ def test_no_rank_holds_the_memory_of_a_model_in_pieces(tmp_path: Path) -> None:
     assert sum(rank["bytes"] for rank in many) == one["bytes"]
     assert max(rank["bytes"] for rank in many) <= 0.30 * one["bytes"]
     for rank in many:
-        # the block that is at work is so in float64, with its rotations: four times itself
-        room = rank["pieces"] + 4 * rank["block"]
+        # the block at work is so in float64, with its factors and rotations: five times what is kept of it
+        room = rank["pieces"] + 5 * rank["block"]
         assert rank["peaks"][0] <= room + rank["bytes"]
         # the memory of before stays until the new one is whole
         assert max(rank["peaks"]) <= room + 2 * rank["bytes"]

@@ -53,17 +53,19 @@ class Basis:
         old = widened(self.trace)
         if self.diagonal:
             return self._keep(None, old + weight * factor), None, factor
-        if self.vectors is None:
-            summed = torch.diag_embed(old)
-        else:
-            vectors = widened(self.vectors)
-            summed = (vectors * old.unsqueeze(-2)) @ vectors.mT
-        values, new = symmetric_eigen(summed + weight.unsqueeze(-1) * factor)
+        values, new = symmetric_eigen(self._summed(old) + weight.unsqueeze(-1) * factor)
         overlap = new.mT if self.vectors is None else new.mT @ widened(self.vectors)
         carry = overlap.square()
         # Stored bases are rounded, so columns sum to 1 only almost; made exact, the trace is kept exactly.
         carry /= carry.sum(-2, keepdim=True)
-        return self._keep(new, values), carry, ((factor @ new) * new).sum(-2)
+        return self._keep(new, values), carry, (factor @ new).mul_(new).sum(-2)
+
+    def _summed(self, trace: Tensor) -> Tensor:
+        """The partial trace as a matrix."""
+        if self.vectors is None:
+            return torch.diag_embed(trace)
+        vectors = widened(self.vectors)
+        return (vectors * trace.unsqueeze(-2)) @ vectors.mT
 
     def _keep(self, vectors: Tensor | None, trace: Tensor) -> Basis:
         like = self.trace
