@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -53,14 +53,17 @@ class Report:
             )
             for row in self.rows
         ]
-        widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
         protected = sum(row.protected for row in self.rows)
         total = f"{protected} of {len(self.rows)} protected, {self.nbytes:,} bytes"
-        return "\n".join([self.title, *lines, total])
+        return "\n".join([self.title, *aligned(cells), total])
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, its columns one below the other; the first is the header."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return lines
 
 
 def report(posterior: Posterior, title: str, *, exclude: Collection[str], unused: Collection[str]) -> Report:

@@ -1,0 +1,306 @@
+"""What one block of a memory costs, from its shape alone: numbers kept, numbers summed, operations.
+
+A block is g matrices of out x in: g is 1 but for grouped convolutions, and a bias is one more column of in. A side is
+dense, or it is diagonal: one-hot inputs, or longer than `max_side`. What is kept for it, besides the mean (g out in):
+
+    diagonal        g out in
+    kronecker       eigenvalues g out in, partial traces g (in + out), and a basis of side^2 for every dense side
+    kronecker-sum   the same, and Q (in^2, or in where it is diagonal) and H (out^2 or out) of every task
+    dense           (g out in)^2
+
+Normalisation layers and parameters that no layer class covers are diagonal; dense is dense for them too. A pass sums Q
+and H, or the squares in the shape of the block. Where tasks had different strengths the eigenvalues (the diagonal, the
+matrix) are kept twice.
+
+Operations are those of the matrix products, two for every multiplication; what is done element by element is left out,
+and is all there is for `diagonal`. R = 2 g out in (out + in) with the dense sides alone is a rotation into the bases:
+
+    gradient        kronecker 2 R, or R after one task with both sides dense, when H d Q is the same thing;
+                    kronecker-sum R for every term; dense 2 (g out in)^2
+    proximal map    kronecker 2 R; kronecker-sum K + 1 gradients and K + 2 maps of kronecker, with K = 4 steps of
+                    conjugate gradients (stiff ones take more); dense 4 (g out in)^2
+    adapters        6 r (out^2 + in^2 + out in), or 4 r (out^2 + in^2) + 8 r^2 (out + in) after one task: the products
+                    of `limpet.thin`, counted; squares of dense sides alone
+    a task          for every dense side 9 n^3 for its eigenvectors (Golub and Van Loan, "Matrix Computations", 8.3)
+                    and 6 n^3 around them (2 n^3 in the first task), and R to carry the eigenvalues over
+    a token         of a pass: 2 n^2 for every dense side, 5/4 n^2 where it is long (`gram`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from limpet.curvature import Block, Structure
+from limpet.curvature.accumulators import STRIP_FROM, STRIPS
+
+EIGENVECTORS = 9
+"""n^3 operations of a symmetric eigendecomposition with its vectors."""
+
+CONJUGATE_STEPS = 4
+"""Steps of conjugate gradients that a proximal map of kronecker-sum is counted with."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One block: bytes, and operations (of matrix products, two for every multiplication)."""
+
+    block: str
+    kind: str
+    shape: tuple[int, ...]
+    structure: str
+    weights: int  # bytes of its mean
+    bytes: int  # of its memory
+    before: int  # of its memory one task earlier,
+    lasting: int  # of them what stays as it is: earlier terms of a growing sum
+    fresh: int  # bytes that are made anew for every task
+    sums: int  # bytes that a pass sums
+    work: int  # bytes that are held while a task is added
+    trained: int  # bytes of what a step changes: its weights, or their adapters
+    ready: int  # bytes that gradient mode keeps besides while it protects
+    step: int  # operations that protection adds to a step
+    update: int  # operations of taking a task in, once its sums are there
+    per_token: int  # operations of those sums for one token
+    owner: int = 0  # the rank that has it where the memory is sharded
+
+
+@dataclass(frozen=True)
+class Product:
+    """Which sides of one Kronecker product Q (x) H are dense."""
+
+    kind: str
+    inputs: bool
+    outputs: bool
+    data_left: bool  # H is made of the data and Q of the gradients: an embedding
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A block by its shape and structure."""
+
+    structure: str
+    groups: int
+    out: int
+    in_: int
+    inputs: bool  # whether the side is dense
+    outputs: bool
+    bias: int  # columns of in that no weight has
+    products: tuple[Product, ...]  # what one task adds, or would add in a structure with factors
+
+    @classmethod
+    def of(cls, block: Block, structure: Structure) -> Outline:
+        """The block as this structure keeps it."""
+        *groups, out, in_ = block.shape
+        diagonal = structure.sides(block)
+        inputs, outputs = not diagonal["inputs_diagonal"], not diagonal["outputs_diagonal"]
+        products = [
+            Product(
+                layer.kind,
+                inputs and not (layer.data_one_hot and not layer.data_left),
+                outputs and not (layer.data_one_hot and layer.data_left),
+                layer.data_left,
+            )
+            for layer in {layer.kind: layer for layer in block.layers}.values()
+        ]
+        name = structure.of(block)
+        dense = name.startswith("kronecker")
+        bias = int(block.factored and "bias" in block.layers[0].names)
+        known = tuple(products) if block.factored else ()
+        return cls(name, groups[0] if groups else 1, out, in_, dense and inputs, dense and outputs, bias, known)
+
+    @property
+    def factored(self) -> bool:
+        """Whether the block keeps Kronecker factors."""
+        return self.structure.startswith("kronecker")
+
+    @property
+    def numbers(self) -> int:
+        """Weights in the block."""
+        return self.groups * self.out * self.in_
+
+    @property
+    def described(self) -> str:
+        """The structure, and which sides are diagonal."""
+        if not self.factored:
+            return self.structure
+        sides = [name for name, dense in (("in", self.inputs), ("out", self.outputs)) if not dense]
+        return f"{self.structure} ({'/'.join(sides)} diagonal)" if sides else self.structure
+
+    # --- numbers kept ----------------------------------------------------------------------------------------
+
+    def kept(self, tasks: int, several_strengths: bool = False) -> dict[str, int]:
+        """Numbers of the tensors that the precision keeps after so many tasks, named as in `Precision.tensors`."""
+        if tasks == 0:
+            return {}
+        twice = several_strengths and tasks > 1
+        if not self.factored:
+            name, numbers = ("matrix", self.numbers**2) if self.structure == "dense" else ("diagonal", self.numbers)
+            return {name: numbers, **({f"{name}.weighted": numbers} if twice else {})}
+        g, out, in_ = self.groups, self.out, self.in_
+        found = {"eigenvalues": self.numbers, "inputs.trace": g * in_, "outputs.trace": g * out}
+        if twice:
+            found["eigenvalues.weighted"] = self.numbers
+        if self.inputs:
+            found["inputs.vectors"] = g * in_**2
+        if self.outputs:
+            found["outputs.vectors"] = g * out**2
+        if self.structure == "kronecker":
+            return found
+        found = {f"eigenbasis.{name}": numbers for name, numbers in found.items()}
+        for i, product in enumerate(self.products * tasks):
+            found[f"terms.{i}.inputs"] = self._side(in_, product.inputs)
+            found[f"terms.{i}.outputs"] = self._side(out, product.outputs)
+        return found
+
+    def sums(self) -> dict[str, int]:
+        """Numbers that a pass sums, named as in `Accumulator.sums`."""
+        if not self.factored:
+            return {"matrix": self.numbers**2} if self.structure == "dense" else {"squares": self.numbers}
+        found: dict[str, int] = {}
+        for product in self.products:
+            inputs, outputs = self._side(self.in_, product.inputs), self._side(self.out, product.outputs)
+            data, gradients = (outputs, inputs) if product.data_left else (inputs, outputs)
+            found |= {f"data/{product.kind}": data, f"gradients/{product.kind}": gradients}
+        return found
+
+    def work(self, tasks: int, several_strengths: bool = False) -> float:
+        """Float64 numbers that are held while the last of so many tasks is added: as measured, with LAPACK's own."""
+        eigen = 8.5 if tasks > 1 else 6.5
+        if self.structure == "dense":
+            return eigen * self.numbers**2
+        a = self.groups * self.in_**2 * self.inputs
+        b = self.groups * self.out**2 * self.outputs
+        carried = (4.5 if several_strengths and tasks > 1 else 3.0) * self.numbers
+        return max(eigen * a + b, eigen * b + 2.5 * a, carried + 2.5 * (a + b))
+
+    def multiplied_out(self, tasks: int) -> int:
+        """Numbers of H and Q that gradient mode keeps beside a memory of one task, for the short way."""
+        return self.in_**2 + self.out**2 if self._is_product(tasks) else 0
+
+    def _side(self, size: int, dense: bool) -> int:
+        return self.groups * size**2 if dense else self.groups * size
+
+    # --- operations ------------------------------------------------------------------------------------------
+
+    def _rotation(self, inputs: bool, outputs: bool) -> int:
+        return 2 * self.numbers * (self.in_ * inputs + self.out * outputs)
+
+    def _is_product(self, tasks: int) -> bool:
+        """Whether L - prior is one Q (x) H, with both of them matrices."""
+        one = tasks * len(self.products) == 1 and self.groups == 1
+        return self.structure == "kronecker" and one and self.inputs and self.outputs
+
+    def gradient(self, tasks: int) -> int:
+        """Operations of the penalty's gradient."""
+        if self.structure == "dense":
+            return 2 * self.numbers**2
+        if self.structure == "kronecker-sum":
+            return tasks * sum(self._rotation(product.inputs, product.outputs) for product in self.products)
+        rotation = self._rotation(self.inputs, self.outputs)
+        return rotation if self._is_product(tasks) else 2 * rotation
+
+    def proximal(self, tasks: int) -> int:
+        """Operations of the proximal map."""
+        if self.structure == "dense":
+            return 4 * self.numbers**2
+        in_bases = 2 * self._rotation(self.inputs, self.outputs)
+        if self.structure == "kronecker-sum":
+            return (CONJUGATE_STEPS + 1) * self.gradient(tasks) + (CONJUGATE_STEPS + 2) * in_bases
+        return in_bases
+
+    def adapters(self, tasks: int, rank: int) -> int:
+        """Operations of the penalty's gradient in low-rank adapters of the block's weight."""
+        columns = self.in_ - self.bias
+        in_bases = self.structure == "kronecker"
+        rotated = rank * ((columns * self.in_ if self.inputs else 0) + (self.out**2 if self.outputs else 0)) * in_bases
+        if in_bases and tasks * len(self.products) == 1:
+            return 4 * rotated + 8 * rank**2 * (self.out + columns)
+        applied = 0 if in_bases else self.gradient(tasks)
+        return 6 * rotated + 6 * rank * self.out * self.in_ + applied
+
+    def update(self, tasks: int, several_strengths: bool = False) -> int:
+        """Operations of taking the last of so many tasks in, once its sums are there."""
+        if self.structure == "dense":
+            return EIGENVECTORS * self.numbers**3
+        cubes = self.groups * (self.in_**3 * self.inputs + self.out**3 * self.outputs)
+        carried = self._rotation(self.inputs, self.outputs) * (2 if several_strengths and tasks > 1 else 1)
+        terms = len(self.products) * self.factored
+        first = tasks == 1 and terms > 0
+        return terms * ((EIGENVECTORS + 6) * cubes + carried) - first * 4 * cubes
+
+    def per_token(self) -> int:
+        """Operations of the sums for one token (one example at one position), beyond those of the network itself."""
+        columns = self.in_ - self.bias
+        if not self.factored:
+            products = sum(not product.data_left for product in self.products)
+            own = 2 * self.groups * self.out * columns * products
+            return own if self.structure == "diagonal" else own + gram(self.numbers)
+        sides = [(columns, product.inputs) for product in self.products]
+        sides += [(self.out, product.outputs) for product in self.products]
+        return sum(gram(size, self.groups) for size, dense in sides if dense)
+
+
+def gram(width: int, groups: int = 1) -> int:
+    """Operations of one row's outer product with itself, most of its lower triangle left out where it is large."""
+    if groups > 1 or width < STRIP_FROM:
+        return 2 * groups * width**2
+    strip = -(-width // STRIPS)
+    return sum(2 * min(strip, width - start) * (width - start) for start in range(0, width, strip))
+
+
+@dataclass(frozen=True)
+class Counting:
+    """The settings by which a block is counted."""
+
+    structure: Structure
+    tasks: int
+    mode: str
+    at_rest: str | None
+    auto_strength: bool
+
+    def row(self, block: Block, dtype: torch.dtype, rank: int | None) -> Row:
+        """One block; `rank` is that of its adapters."""
+        # what the pass would refuse is refused here too: a dense block above its limit
+        self.structure.accumulator(block, torch.zeros((), dtype=dtype, device="meta"))
+        outline = Outline.of(block, self.structure)
+        width = torch.promote_types(dtype, torch.float32).itemsize
+        weights = width * outline.numbers
+        before, after = (self._kept(outline, tasks, width) for tasks in (self.tasks - 1, self.tasks))
+        if rank is not None:
+            step, trained = outline.adapters(self.tasks, rank), rank * (outline.out + outline.in_ - outline.bias)
+        else:
+            step = outline.gradient(self.tasks) if self.mode == "gradient" else outline.proximal(self.tasks)
+            trained = outline.numbers
+        return Row(
+            block=block.name,
+            kind=block.kind,
+            shape=tuple(block.shape),
+            structure=outline.described,
+            weights=weights,
+            bytes=weights + sum(after.values()),
+            before=weights + sum(before.values()),
+            lasting=_terms(before),
+            fresh=weights + sum(after.values()) - _terms(after),
+            sums=width * sum(outline.sums().values()),
+            work=round(8 * outline.work(self.tasks, self.auto_strength)),
+            trained=dtype.itemsize * trained,
+            ready=0 if rank is not None else width * outline.multiplied_out(self.tasks),
+            step=step,
+            update=outline.update(self.tasks, self.auto_strength),
+            per_token=outline.per_token(),
+        )
+
+    def _kept(self, outline: Outline, tasks: int, width: int) -> dict[str, int]:
+        """Bytes of the tensors of the precision, by name."""
+        at_rest = width if self.at_rest is None else getattr(torch, self.at_rest).itemsize
+        kept = outline.kept(tasks, self.auto_strength)
+        return {
+            name: numbers * (at_rest if name.endswith(".vectors") or "eigenvalues" in name else width)
+            for name, numbers in kept.items()
+        }
+
+
+def _terms(kept: Mapping[str, int]) -> int:
+    return sum(number for name, number in kept.items() if name.startswith("terms."))
