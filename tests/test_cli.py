@@ -63,7 +63,7 @@ def limpet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
     return code, captured.out, captured.err
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["sweep"], ["report"], ["list"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["sweep"], ["report"], ["list"], ["plan"]])
 def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     code, out, _ = limpet(monkeypatch, capsys, *command, "--help")
     assert code == 0 and "Usage" in out and "Show this message" in out

@@ -1,4 +1,4 @@
-"""The command line: `limpet run`, `sweep`, `report`, `list`, `consolidate` and `inspect`."""
+"""The command line: `limpet run`, `sweep`, `report`, `list`, `consolidate`, `inspect` and `plan`."""
 
 from __future__ import annotations
 
@@ -241,6 +241,55 @@ def inspect_command(
 
         stakes(found).savefig(plot, dpi=130)
         console.print(str(plot), highlight=False)
+
+
+@app.command("plan")
+def plan_command(
+    model: Annotated[
+        str, typer.Option(help="A name on the hub, a folder with a config.json, or package.module:factory.")
+    ],
+    ranks: Annotated[int, typer.Option(min=1, help="Processes that train together.")] = 1,
+    structure: Annotated[str | None, typer.Option(help="One structure; by default all of them.")] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="Tasks that have been taken in.")] = 10,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens (or examples) of a training step, all ranks.")] = 4096,
+    rank: Annotated[int | None, typer.Option(min=1, help="Train by LoRA adapters of this rank.")] = None,
+    max_side: Annotated[int | None, typer.Option(min=1, help="The longest side that keeps a dense factor.")] = None,
+    at_rest: Annotated[str | None, typer.Option(help="bfloat16: bases and eigenvalues in two bytes.")] = None,
+    auto_strength: Annotated[bool, typer.Option("--auto-strength", help="Tasks of different strengths.")] = False,
+    exclude: Annotated[list[str], typer.Option(help="Leave these out, as exclude=[...] does. Repeatable.")] = [],  # noqa: B006
+) -> None:
+    """Say what a memory of a model would cost, without reading or allocating one weight of it.
+
+    limpet plan --model meta-llama/Llama-3.2-1B --ranks 8 --rank 16
+    """
+    from limpet.blueprint import blueprint
+    from limpet.errors import UnsupportedError
+    from limpet.methods.memory import MAX_SIDE
+    from limpet.plan import plan
+    from limpet.precision import STRUCTURES
+
+    network = blueprint(model)
+    for number, name in enumerate([structure] if structure else STRUCTURES):
+        try:
+            found = plan(
+                network,
+                structure=name,
+                ranks=ranks,
+                tasks=tasks,
+                tokens=tokens,
+                rank=rank,
+                max_side=max_side or MAX_SIDE,
+                at_rest=at_rest,
+                auto_strength=auto_strength,
+                exclude=exclude,
+            ).table(most=12)
+        except ValueError as error:
+            raise LimpetError(str(error)) from error
+        except UnsupportedError as refused:
+            if structure:
+                raise
+            found = f"{name}: refused: {refused}"
+        console.print("\n" * bool(number) + found, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("list")
