@@ -100,7 +100,11 @@ def test_every_tensor_kept_and_summed_is_foreseen_by_name(name: str, structure: 
     outlines = {block.name: Outline.of(block, asked) for block in discover(model)}
     for key, held in memory.posterior.held.items():
         kept = {name: tensor.numel() for name, tensor in held.precision.tensors().items()}
-        assert outlines[key].kept(2, several_strengths=True) == kept
+        terms = [
+            (kept.pop(f"terms.{i}.inputs"), kept.pop(f"terms.{i}.outputs"))
+            for i in range(len(getattr(held.precision, "terms", ())))
+        ]
+        assert outlines[key].kept(2, several_strengths=True) == kept and outlines[key].terms() * 2 == terms
     one_pass = FisherPass(model, discover(model), memory.likelihood, asked, fisher="sampled")
     one_pass.run([batch], progress=False)
     for key, accumulator in one_pass.sums.items():

@@ -28,7 +28,6 @@ and is all there is for `diagonal`. R = 2 g out in (out + in) with the dense sid
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -131,7 +130,10 @@ class Outline:
     # --- numbers kept ----------------------------------------------------------------------------------------
 
     def kept(self, tasks: int, several_strengths: bool = False) -> dict[str, int]:
-        """Numbers of the tensors that the precision keeps after so many tasks, named as in `Precision.tensors`."""
+        """Numbers of the tensors that the precision keeps after so many tasks, named as in `Precision.tensors`.
+
+        The terms of a growing sum come on top: `terms`.
+        """
         if tasks == 0:
             return {}
         twice = several_strengths and tasks > 1
@@ -148,11 +150,12 @@ class Outline:
             found["outputs.vectors"] = g * out**2
         if self.structure == "kronecker":
             return found
-        found = {f"eigenbasis.{name}": numbers for name, numbers in found.items()}
-        for i, product in enumerate(self.products * tasks):
-            found[f"terms.{i}.inputs"] = self._side(in_, product.inputs)
-            found[f"terms.{i}.outputs"] = self._side(out, product.outputs)
-        return found
+        return {f"eigenbasis.{name}": numbers for name, numbers in found.items()}
+
+    def terms(self) -> list[tuple[int, int]]:
+        """Numbers of Q and of H in every term that one task adds to a growing sum."""
+        products = self.products if self.structure == "kronecker-sum" else ()
+        return [(self._side(self.in_, one.inputs), self._side(self.out, one.outputs)) for one in products]
 
     def sums(self) -> dict[str, int]:
         """Numbers that a pass sums, named as in `Accumulator.sums`."""
@@ -262,12 +265,14 @@ class Counting:
 
     def row(self, block: Block, dtype: torch.dtype, rank: int | None) -> Row:
         """One block; `rank` is that of its adapters."""
-        # what the pass would refuse is refused here too: a dense block above its limit
-        self.structure.accumulator(block, torch.zeros((), dtype=dtype, device="meta"))
         outline = Outline.of(block, self.structure)
+        if outline.structure == "dense":  # what a pass would refuse is refused here, in the same words
+            self.structure.accumulator(block, torch.zeros((), dtype=dtype, device="meta"))
         width = torch.promote_types(dtype, torch.float32).itemsize
         weights = width * outline.numbers
-        before, after = (self._kept(outline, tasks, width) for tasks in (self.tasks - 1, self.tasks))
+        term = width * sum(map(sum, outline.terms()))
+        lasting = (self.tasks - 1) * term
+        before, fresh = (weights + self._kept(outline, tasks, width) for tasks in (self.tasks - 1, self.tasks))
         if rank is not None:
             step, trained = outline.adapters(self.tasks, rank), rank * (outline.out + outline.in_ - outline.bias)
         else:
@@ -279,10 +284,10 @@ class Counting:
             shape=tuple(block.shape),
             structure=outline.described,
             weights=weights,
-            bytes=weights + sum(after.values()),
-            before=weights + sum(before.values()),
-            lasting=_terms(before),
-            fresh=weights + sum(after.values()) - _terms(after),
+            bytes=fresh + lasting + term,
+            before=before + lasting,
+            lasting=lasting,
+            fresh=fresh,
             sums=width * sum(outline.sums().values()),
             work=round(8 * outline.work(self.tasks, self.auto_strength)),
             trained=dtype.itemsize * trained,
@@ -292,15 +297,10 @@ class Counting:
             per_token=outline.per_token(),
         )
 
-    def _kept(self, outline: Outline, tasks: int, width: int) -> dict[str, int]:
-        """Bytes of the tensors of the precision, by name."""
+    def _kept(self, outline: Outline, tasks: int, width: int) -> int:
+        """Bytes of the precision, but for the terms of a growing sum."""
         at_rest = width if self.at_rest is None else getattr(torch, self.at_rest).itemsize
-        kept = outline.kept(tasks, self.auto_strength)
-        return {
-            name: numbers * (at_rest if name.endswith(".vectors") or "eigenvalues" in name else width)
-            for name, numbers in kept.items()
-        }
-
-
-def _terms(kept: Mapping[str, int]) -> int:
-    return sum(number for name, number in kept.items() if name.startswith("terms."))
+        return sum(
+            numbers * (at_rest if name.endswith(".vectors") or "eigenvalues" in name else width)
+            for name, numbers in outline.kept(tasks, self.auto_strength).items()
+        )

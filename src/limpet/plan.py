@@ -1,6 +1,8 @@
 """What a memory of a model will cost, before anybody allocates it: `limpet plan` on the command line.
 
-    print(limpet.plan.plan(model, ranks=8))
+    from limpet.plan import plan
+
+    print(plan(model, ranks=8))
 
 The model may stand on the meta device: shapes are all that is looked at. The formulas of one block are in
 `limpet.costs`; here they are added up, for two ways to be on several ranks:
@@ -26,9 +28,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -46,8 +48,7 @@ MODES = ("gradient", "proximal")
 AT_REST = (None, "bfloat16")
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """What one rank bears: bytes, and operations. `a | b` is the larger of each."""
 
     memory: int = 0
@@ -59,7 +60,7 @@ class Load:
     update: int = 0
 
     def __or__(self, other: Load) -> Load:
-        return Load(*map(max, astuple(self), astuple(other)))
+        return Load(*map(max, self, other))
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,11 @@ class Plan:
     auto_strength: bool
     notes: tuple[str, ...]
     rows: tuple[Row, ...]
+
+    def on(self, ranks: int) -> Plan:
+        """The same memory on so many ranks."""
+        owners = share({row.block: row.bytes for row in self.rows}, ranks)
+        return replace(self, ranks=ranks, rows=tuple(replace(row, owner=owners[row.block]) for row in self.rows))
 
     @property
     def nbytes(self) -> int:
@@ -225,22 +231,22 @@ def plan(
     rows = [counting.row(b, parameters[b.parameters[0]].dtype, adapters.get(b.name)) for b in blocks]
     if not rows:
         raise LimpetError("there is nothing to remember: every parameter of the model is frozen or in exclude=[...]")
-    owners = share({row.block: row.bytes for row in rows}, ranks)
     count = sum(parameter.numel() for parameter in parameters.values())
     told = [f"{structure}, {tasks} {'task' if tasks == 1 else 'tasks'}, {mode} mode, {tokens:,} tokens a step"]
     if adapters:
         told.append(f"adapters of rank {'/'.join(map(str, sorted(set(adapters.values()))))}")
-    return Plan(
+    alone = Plan(
         f"{type(model).__name__}, {count:,} parameters: {', '.join(told)}",
-        ranks,
+        1,
         tokens,
         count,
         mode,
         bool(adapters),
         auto_strength,
         tuple(_notes(blocks, counting.structure, parameters)),
-        tuple(replace(row, owner=owners[row.block]) for row in rows),
+        tuple(rows),
     )
+    return alone.on(ranks)
 
 
 def _check(structure: str, mode: str, at_rest: str | None, whole: Mapping[str, int]) -> None:

@@ -1,0 +1,315 @@
+"""What a memory of a large language model costs, by `limpet.plan`: nothing is allocated, shapes are all that is needed.
+
+    python benchmarks/scale.py            print the tables, and put them into docs/scale.md
+    python benchmarks/scale.py --check    say whether the document has them as they are
+
+The numbers of the architectures are those of the published models: Llama-3.2-1B from its config.json on the hub
+(meta-llama/Llama-3.2-1B), Llama-2-7B from Touvron et al. 2023, "Llama 2: Open foundation and fine-tuned chat models",
+and its config.json, Llama-3-70B from Grattafiori et al. 2024, "The Llama 3 herd of models", table 3, SmolLM2-135M from
+its config.json (HuggingFaceTB/SmolLM2-135M). What was measured is read from the files in which it was written down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from limpet.plan import Plan, in_bytes, percent, plan
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT = ROOT / "docs" / "scale.md"
+RANKS = (8, 64, 512)
+TOKENS = 131_072
+"""Of a training step on all ranks: 64 sequences of 2,048."""
+
+PASS = 20_000
+"""Tokens of a consolidate, as `limpet consolidate` takes by default."""
+
+LORA = 16
+SIDES = 8192
+EVERY_SIDE = 28_672  # but those of vocabularies
+VOCABULARY = ("model.embed_tokens", "lm_head")
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama-3.2-1B": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+        "tie_word_embeddings": True,
+    },
+    "Llama-2-7B": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 11_008,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32_000,
+        "tie_word_embeddings": False,
+    },
+    "Llama-3-70B": {
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "intermediate_size": 28_672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+        "tie_word_embeddings": False,
+    },
+}
+SMOLLM2: dict[str, Any] = {
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49_152,
+    "tie_word_embeddings": True,
+}
+Line = Sequence[str]
+
+
+@cache
+def model(name: str) -> nn.Module:
+    """The model on the meta device, its weights in bfloat16 (SmolLM2's in float32, as it was measured)."""
+    small = name == "SmolLM2-135M"
+    config = transformers.LlamaConfig(**(SMOLLM2 if small else MODELS[name]))
+    config.dtype = torch.float32 if small else torch.bfloat16
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return,no-untyped-call]
+
+
+@cache
+def planned(name: str, vocabulary: bool = False, **settings: Any) -> Plan:
+    """The plan of one of these models, its vocabulary left out unless asked for."""
+    exclude = [] if vocabulary else VOCABULARY
+    return plan(model(name), **{"tokens": TOKENS, "tasks": 2, "exclude": exclude, **settings})
+
+
+def memory() -> list[Line]:
+    """Bytes of the memory, in all and on the fullest rank."""
+    settings: dict[str, dict[str, Any]] = {
+        "diagonal": {"structure": "diagonal"},
+        "kronecker, sides to 4,096": {"max_side": 4096},
+        f"kronecker, sides to {SIDES:,}": {"max_side": SIDES},
+        "kronecker, every side": {"max_side": EVERY_SIDE},
+        "the same, bfloat16 at rest": {"max_side": EVERY_SIDE, "at_rest": "bfloat16"},
+        "the same, with the vocabulary": {"max_side": EVERY_SIDE, "at_rest": "bfloat16", "vocabulary": True},
+    }
+    lines: list[Line] = [("model", "memory", "in all", *(f"fullest of {ranks}" for ranks in RANKS))]
+    for name in MODELS:
+        weights = sum(parameter.nbytes for parameter in model(name).parameters())
+        for number, (what, options) in enumerate(settings.items()):
+            one = planned(name, **options)
+            sharded = [in_bytes(one.on(ranks).sharded.memory) for ranks in RANKS]
+            first = "" if number else f"{name} ({in_bytes(weights)} of weights)"
+            lines.append((first, what, in_bytes(one.nbytes), *sharded))
+    return lines
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "all weights, one task": {"tasks": 1},
+    "all weights, more tasks": {"tasks": 2},
+    f"LoRA of rank {LORA}, one task": {"tasks": 1, "rank": LORA},
+    f"LoRA of rank {LORA}, more tasks": {"tasks": 2, "rank": LORA},
+}
+
+
+def step() -> list[Line]:
+    """What protection adds to the operations of a training step."""
+    lines: list[Line] = [
+        (
+            "model",
+            "trained",
+            "one rank",
+            *(f"replicated on {ranks}" for ranks in RANKS),
+            *(f"sharded on {ranks}" for ranks in RANKS),
+        )
+    ]
+    for name in MODELS:
+        for number, (what, options) in enumerate(WAYS.items()):
+            plans = [planned(name, max_side=SIDES, **options).on(ranks) for ranks in (1, *RANKS)]
+            cells = [percent(found.share_of_step(found.replicated)) for found in plans]
+            cells += [percent(found.share_of_step(found.sharded)) for found in plans[1:]]
+            lines.append(("" if number else name, what, *cells))
+    return lines
+
+
+def sent() -> list[Line]:
+    """Bytes that a rank sends in a protected step of a sharded memory."""
+    lines: list[Line] = [("model", "trained", *(f"fullest of {ranks}" for ranks in RANKS))]
+    for name in MODELS:
+        for number, (what, rank) in enumerate({"all weights": None, f"LoRA of rank {LORA}": LORA}.items()):
+            one = planned(name, max_side=SIDES, rank=rank)
+            cells = [in_bytes(one.on(ranks).sharded.sent_step) for ranks in RANKS]
+            lines.append(("" if number else name, what, *cells))
+    return lines
+
+
+def consolidate() -> list[Line]:
+    """What taking a task in costs."""
+    lines: list[Line] = [
+        (
+            "model",
+            "a token of the pass",
+            "the update",
+            *(f"on the fullest of {ranks}" for ranks in RANKS),
+            "peak, one rank",
+            *(f"fullest of {ranks}" for ranks in RANKS),
+        )
+    ]
+    for name in MODELS:
+        one = planned(name, max_side=SIDES)
+        shards = [one.on(ranks) for ranks in RANKS]
+        updates = [
+            _tokens(one.in_tokens(one.replicated)),
+            *(_tokens(found.in_tokens(found.sharded)) for found in shards),
+        ]
+        peaks = [in_bytes(one.replicated.peak), *(in_bytes(found.sharded.peak) for found in shards)]
+        lines.append((name, f"{_of_the_pass(one):.2f}", *updates, *peaks))
+    return lines
+
+
+def stream() -> list[Line]:
+    """A stream of tasks: what stays, and what grows."""
+    name = next(iter(MODELS))
+    lines: list[Line] = [
+        (
+            "tasks",
+            "memory, kronecker",
+            "kronecker-sum",
+            "added to a step, kronecker",
+            "kronecker-sum",
+            "all consolidates together",
+        )
+    ]
+    for tasks in (1, 10, 100, 1000, 10_000):
+        ours, growing = (
+            planned(name, max_side=SIDES, tasks=tasks, structure=s) for s in ("kronecker", "kronecker-sum")
+        )
+        once = PASS * _of_the_pass(ours) + ours.in_tokens(ours.replicated)
+        steps = (percent(found.share_of_step(found.replicated)) for found in (ours, growing))
+        lines.append((f"{tasks:,}", in_bytes(ours.nbytes), in_bytes(growing.nbytes), *steps, _tokens(tasks * once)))
+    return lines
+
+
+def measured() -> list[Line]:
+    """Plans against what was measured at small size, from the files where it stands."""
+    language = (ROOT / "results" / "language" / "README.md").read_text()
+    ratios = json.loads((ROOT / "results" / "language" / "tokens.json").read_text())["step"]
+    overhead = (ROOT / "benchmarks" / "overhead.md").read_text()
+
+    def ratio(what: str) -> float:
+        return float(re.findall(rf"^\| {re.escape(what)} \| ([\d.]+) \|", overhead, flags=re.M)[0])
+
+    gigabytes = re.findall(r"memory\s+takes \d+ minutes and ([\d.]+) GB", language)[0]
+    lora = planned("SmolLM2-135M", rank=8, tasks=1, tokens=256)
+    with torch.device("meta"):
+        mlp = nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10))
+    one, two = (plan(mlp, tasks=tasks, tokens=250) for tasks in (1, 2))
+    proximal = plan(mlp, tasks=1, tokens=250, mode="proximal")
+
+    def added(found: Plan, every: int = 1) -> str:
+        return percent(found.share_of_step(found.replicated) / every)
+
+    results, overheads, tasks = "results/language", "benchmarks/overhead.md", "results/permuted-mnist-50"
+    fifty = (ROOT / tasks / "README.md").read_text()
+    lines: list[Line] = [
+        ("what", "plan", "measured", "where"),
+        (
+            "SmolLM2-135M: bytes of the memory, without the vocabulary",
+            in_bytes(planned("SmolLM2-135M", tasks=1).nbytes),
+            f"{gigabytes} GB",
+            results,
+        ),
+        (
+            "the same by LoRA of rank 8, 256 tokens a step: added to a step",
+            added(lora),
+            percent(ratios["every step"] - 1),
+            results,
+        ),
+        ("with `every=4`", added(lora, 4), percent(ratios["every 4 steps"] - 1), results),
+    ]
+    for structure, strength in (("kronecker", "2"), ("kronecker", "auto"), ("diagonal", "10")):
+        kept = plan(mlp, structure=structure, tasks=50, auto_strength=strength == "auto").nbytes
+        row = re.findall(rf"^\| online-laplace/{structure} \| {strength} \|.*\| ([\d.]+ MB) \|", fifty, flags=re.M)[0]
+        lines.append(
+            (f"MLP: bytes of the memory of fifty tasks, {structure}, strength {strength}", in_bytes(kept), row, tasks)
+        )
+    for what, plan_says in (
+        ("MLP: protected step, gradient", added(one)),
+        ("MLP: protected step, gradient, memory of two tasks", added(two)),
+        ("MLP: protected step, proximal, every=8", added(proximal, 8)),
+    ):
+        lines.append((f"{what}: added to a step of 250 examples", plan_says, percent(ratio(what) - 1), overheads))
+    what = "MLP: curvature pass, sampled"
+    lines.append((f"{what}: times forward and backward", f"{_of_the_pass(one):.2f}", f"{ratio(what):.2f}", overheads))
+    return lines
+
+
+def _of_the_pass(found: Plan) -> float:
+    """The operations of a token in a pass, in those of a token of training.
+
+    A label drawn for it takes a forward pass and a backward pass that goes to the outputs of the layers and not into
+    the weights: 4 of the 6 parts of training; the sums come on top.
+    """
+    return (4 * found.parameters + sum(row.per_token for row in found.rows)) / (6 * found.parameters)
+
+
+def _tokens(number: float) -> str:
+    for unit, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6), ("thousand", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"
+
+
+TABLES: dict[str, Callable[[], list[Line]]] = {
+    table.__name__: table for table in (memory, step, sent, consolidate, stream, measured)
+}
+
+
+def markdown(lines: list[Line]) -> str:
+    """A table."""
+    header, *rest = lines
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rest))
+
+
+def filled(text: str, tables: dict[str, str]) -> str:
+    """The document with these tables between their markers."""
+    for name, table in tables.items():
+        begin, end = f"<!-- table: {name} -->\n", "<!-- end of table -->"
+        before, found, after = text.partition(begin)
+        if not found:
+            raise ValueError(f"docs/scale.md has no marker {begin.strip()}")
+        text = before + begin + f"{table}\n" + end + after.partition(end)[2]
+    return text
+
+
+def main() -> None:
+    """Print the tables and put them in their places."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    options = parser.parse_args()
+    tables = {name: markdown(table()) for name, table in TABLES.items()}
+    for name, table in tables.items():
+        print(f"{name}\n\n{table}\n")
+    text = DOCUMENT.read_text()
+    if not options.check:
+        DOCUMENT.write_text(filled(text, tables))
+    elif filled(text, tables) != text:
+        sys.exit("docs/scale.md is not what this prints: run python benchmarks/scale.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""docs/scale.md is what benchmarks/scale.py prints, and the models in it are the published ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from conftest import benchmark
+
+pytest.importorskip("transformers")
+
+PUBLISHED = {"Llama-3.2-1B": 1_235_814_400, "Llama-2-7B": 6_738_415_616, "Llama-3-70B": 70_553_706_496}
+
+
+def test_the_document_is_what_the_command_prints() -> None:
+    scale = benchmark("scale")
+    for name, parameters in PUBLISHED.items():
+        model = scale.model(name)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    text = scale.DOCUMENT.read_text()
+    tables = {name: scale.markdown(table()) for name, table in scale.TABLES.items()}
+    assert scale.filled(text, tables) == text
+    assert all(text.count(table) == 1 for table in tables.values())
+
+
+def test_a_table_by_hand() -> None:
+    """Llama-2-7B, sides to 8,192: 128 attention blocks of 4096^2, 96 with a long side of 11,008, and 65 norms."""
+    found = benchmark("scale").planned("Llama-2-7B", max_side=8192)
+    side, long = 4096, 11_008
+    attention = 4 * side**2 + 2 * side
+    feed_forward = 2 * side * long + side**2 + side + long
+    assert found.nbytes == 4 * (128 * attention + 96 * feed_forward + 65 * 2 * side)
+    gradient = 128 * 4 * side**2 * 2 * side + 96 * 4 * side * long * side
+    assert found.replicated.step == gradient
+    assert found.share_of_step(found.replicated) == pytest.approx(gradient / (6 * 6_738_415_616 * 131_072))
+    assert found.in_tokens(found.replicated) == pytest.approx(
+        (128 * (15 * 2 * side**3 + 4 * side**3) + 96 * (15 * side**3 + 2 * side**2 * long)) / (6 * 6_738_415_616)
+    )
