@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
+from limpet.costs import Outline
 from limpet.curvature import Block, Structure
 from limpet.errors import UnsupportedError
 from limpet.parallel import Exchange, Ranks, current, in_pieces, share
@@ -28,7 +29,7 @@ class Spread:
 
     def settle(self, blocks: Sequence[Block], structure: Structure) -> list[Block]:
         """Give every block that is new to an owner, and return those of this rank."""
-        new = {b.name: structure.numbers(b) for b in blocks if self.owners.keys().isdisjoint(b.parameters)}
+        new = {b.name: _size(b, structure) for b in blocks if self.owners.keys().isdisjoint(b.parameters)}
         owners = share(new, self.ranks.size)
         for block in blocks:
             known = [self.owners[name] for name in block.parameters if name in self.owners]
@@ -45,6 +46,12 @@ class Spread:
         """The way of all blocks' parameters to their owners and back."""
         names = {name for block in self.blocks.values() for name in block.parameters}
         return Exchange(self.ranks, parameters, {name: self.owners[name] for name in sorted(names)})
+
+
+def _size(block: Block, structure: Structure) -> int:
+    """The numbers that are kept of a block after a task."""
+    outline = Outline.of(block, structure)
+    return outline.numbers + sum(outline.kept(1).values()) + sum(map(sum, outline.terms()))
 
 
 def refuse_spread(spread: Spread | None, what: str, mend: str) -> None:

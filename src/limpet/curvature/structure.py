@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from limpet.curvature.accumulators import (
@@ -32,18 +31,6 @@ class Structure:
         one_hot = bool(block.layers) and all(layer.data_one_hot for layer in block.layers)
         *_, out, in_ = block.shape
         return {"inputs_diagonal": in_ > self.max_side, "outputs_diagonal": one_hot or out > self.max_side}
-
-    def numbers(self, block: Block) -> int:
-        """How many numbers the mean and precision of the block are after a task; of a growing sum, after one."""
-        size, name = block.shape.numel(), self.of(block)
-        if name == "diagonal":
-            return 2 * size
-        if name == "dense":
-            return size + size**2
-        *groups, out, in_ = block.shape
-        sides = self.sides(block)
-        bases = (0 if sides["inputs_diagonal"] else in_**2) + (0 if sides["outputs_diagonal"] else out**2)
-        return 2 * size + torch.Size(groups).numel() * (bases + in_ + out)
 
     def accumulator(self, block: Block, like: Tensor) -> Accumulator:
         """Zero sums for this block."""

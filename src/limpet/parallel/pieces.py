@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -153,12 +154,10 @@ class Exchange:
         return {name: next(received[self.owners[name]]) for name in names}
 
     def _swap(self, sent: list[list[Tensor]], shapes: list[list[torch.Size]], names: list[str]) -> list[list[Tensor]]:
-        """One all-to-all of many tensors, in float32 or better: to every rank those of its list."""
+        """One all-to-all of many tensors, in the dtype of their parameters: to every rank those of its list."""
         if not names:
             return [[] for _ in shapes]
-        dtype = torch.float32
-        for name in names:
-            dtype = torch.promote_types(dtype, self.layouts[name].dtype)
+        dtype = reduce(torch.promote_types, (self.layouts[name].dtype for name in names))
         device = self.devices[names[0]]
         flat = [piece.to(device, dtype).reshape(-1) for pieces in sent for piece in pieces]
         out = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
