@@ -5,6 +5,8 @@ many_ranks.py train FOLDER       fifty protected steps under DistributedDataPara
 many_ranks.py wrong              one rank's data are wrong
 many_ranks.py keep FOLDER        the memory of a model in pieces, in the middle of a protection, in three ways
 many_ranks.py reload FOLDER      what `keep` kept, on another number of ranks, kept again
+many_ranks.py stoppable FOLDER replicated|sharded nobody|one|all
+                                 a pass that is written down after every batch, in which somebody is killed
 many_ranks.py bytes FOLDER       what a rank keeps of a deep network, and the most it has while it consolidates
 many_ranks.py pass-sharded, train-sharded FOLDER    the same with models in pieces (fully_shard)
 """
@@ -13,8 +15,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import limpet
 import networks
+from limpet.curvature import Checkpoint
 from limpet.errors import CurvatureError
 from live_bytes import LiveBytes
 
@@ -130,6 +136,32 @@ def reload(folder: Path, rank: int, size: int) -> None:
         limpet.load(folder / name, model).save(folder / f"{name} on {size}.safetensors")
 
 
+def stoppable(folder: Path, kind: str, dies: str, rank: int, size: int) -> None:
+    """With kill -9, in the middle, once: the last rank, or every one."""
+    Checkpoint.SECONDS = 0.0
+    model, x, y = networks.build("transformer")
+    if kind == "sharded":
+        model = in_pieces(model, size)
+    x, y = torch.cat([x, x.flip(1), x + 1, x - 1]), torch.cat([y, y.flip(0), y, y])
+    batches = list(zip(x.split(2), y.split(2), strict=True))
+    killed, calls = folder / "killed", 0
+
+    def forward(model: nn.Module, batch: Any) -> Any:
+        nonlocal calls
+        calls += torch.is_grad_enabled()  # the pass, not what looks at the loss after it
+        if calls == 4 and (dies == "all" or (dies == "one" and rank == size - 1 and not killed.exists())):
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return model(batch[0]), batch[1]
+
+    memory = limpet.OnlineLaplace(model, fisher="exact")
+    shared = limpet.parallel.Shared(batches)
+    memory.consolidate(shared, forward=forward, checkpoint=folder / "pass.safetensors", progress=False)
+    if rank == 0 or kind == "sharded":
+        memory.save(folder / "memory.safetensors")
+    print(f"rank {rank} made {calls} calls", flush=True)
+
+
 def measure_bytes(folder: Path, rank: int, size: int) -> None:
     """Three tasks; activations are next to nothing beside the weights."""
     torch.manual_seed(0)
@@ -174,11 +206,13 @@ def main() -> None:
     what, rest = sys.argv[1], sys.argv[2:]
     several = dist.is_torchelastic_launched()
     if several:
-        dist.init_process_group("gloo")
+        # after a kill, the first restart may fail to connect: it is to fail soon, and the next one connects
+        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank, size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
     jobs: dict[str, Any] = {
         "pass": lambda: passes(Path(rest[0]), rank, size),
         "train": lambda: train(Path(rest[0]), rank, size),
+        "stoppable": lambda: stoppable(Path(rest[0]), rest[1], rest[2], rank, size),
         "bytes": lambda: measure_bytes(Path(rest[0]), rank, size),
         "keep": lambda: keep(Path(rest[0]), rank, size),
         "reload": lambda: reload(Path(rest[0]), rank, size),

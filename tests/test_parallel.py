@@ -22,12 +22,13 @@ from limpet.errors import MemoryFileError
 SCRIPT = Path(__file__).with_name("many_ranks.py")
 
 
-def torchrun(ranks: int, *words: str, timeout: float = 240) -> str:
+def torchrun(ranks: int, *words: str, restarts: int = 0, timeout: float = 400, fails: bool = False) -> str:
     """What the ranks print. Whatever happens, no process of theirs is left.
 
     gloo sometimes aborts while its processes take leave of each other; that is no failure of what they did before.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher += ["--max-restarts", str(restarts)]
     command = [sys.executable, *(launcher if ranks > 1 else []), str(SCRIPT), *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -36,6 +37,9 @@ def torchrun(ranks: int, *words: str, timeout: float = 240) -> str:
         for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
             child.kill()
         process.kill()
+    if fails:
+        assert process.returncode != 0
+        return told
     aborted = "SIGABRT" in told and all(f"rank {rank} is done" in told for rank in range(ranks))
     assert process.returncode == 0 or aborted, told
     return told
@@ -98,6 +102,36 @@ def test_a_memory_kept_on_four_ranks_is_the_same_on_two_and_on_one(tmp_path: Pat
     model, _, _ = networks.build("transformer")
     with pytest.warns(UserWarning), pytest.raises(MemoryFileError, match=r"limpet.load\(folder, model\)"):
         dcp.load({"memory": limpet.PerTaskLaplace(model)}, checkpoint_id=tmp_path / "now", no_dist=True)
+
+
+def same_memory(one: Path, other: Path, tolerance: float) -> None:
+    model, _, _ = networks.build("transformer")
+    a, b = (limpet.load(path, model) for path in (one, other))
+    assert a.examples == b.examples and a.posterior.held.keys() == b.posterior.held.keys()
+    for name, held in a.posterior.held.items():
+        expected = held.precision.dense()
+        assert (b.posterior.held[name].precision.dense() - expected).norm() < tolerance * expected.norm(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_a_pass_goes_on_after_a_kill_on_as_many_ranks_and_on_others(kind: str, tmp_path: Path) -> None:
+    whole, restarted = tmp_path / "whole", tmp_path / "restarted"
+    for folder in (whole, restarted):
+        folder.mkdir()
+    many_ranks.stoppable(whole, kind, "nobody", 0, 1)
+    torchrun(2, "stoppable", str(restarted), kind, "one", restarts=3)
+    assert (restarted / "killed").exists() and not list(restarted.glob("pass*"))
+    same_memory(whole / "memory.safetensors", restarted / "memory.safetensors", 1e-6)
+    for before, after in ((4, 2), (2, 4), (2, 1)):
+        folder = tmp_path / f"{before} then {after}"
+        folder.mkdir()
+        torchrun(before, "stoppable", str(folder), kind, "all", fails=True)
+        assert list(folder.glob("pass*"))
+        told = torchrun(after, "stoppable", str(folder), kind, "nobody")
+        calls = sum(int(words.split()[0]) for words in told.split(" made ")[1:])
+        assert 0 < calls < 12 + 3 * after  # less than all batches and every rank's audits
+        same_memory(whole / "memory.safetensors", folder / "memory.safetensors", 1e-6)
 
 
 @pytest.mark.slow

@@ -186,8 +186,9 @@ def consolidate_command(
     limpet consolidate --model HuggingFaceTB/SmolLM2-135M-Instruct --data speeches.txt -o memory.safetensors
 
     Called again after it was stopped, it goes on where it was. Beside the file it writes a section for the model card.
+    On many processes (torchrun --nproc-per-node 8 -m limpet consolidate ...) each reads its part of the text.
     """
-    from limpet import hub, language
+    from limpet import hub, language, parallel
 
     transformers, torch = _needed("transformers"), _needed("torch")
     if dtype not in ("float32", "bfloat16"):
@@ -199,15 +200,19 @@ def consolidate_command(
         told = str(error).splitlines()[0]
         raise LimpetError(f"{model} is no causal language model that could be read: {told}") from error
     rows = language.rows(tokenizer, data, tokens=tokens, length=length)
-    console.print(f"{len(rows)} sequences of {length} tokens from {', '.join(data)}", highlight=False)
-    memory = language.remember(
-        network,
-        torch.split(rows, batch_size),
-        structure=structure or "kronecker",
-        with_vocabulary=with_vocabulary,
-        checkpoint=out.with_suffix(".pass"),
-    )
-    memory.save(out)
+    with parallel.launched() as first:
+        if first:
+            console.print(f"{len(rows)} sequences of {length} tokens from {', '.join(data)}", highlight=False)
+        memory = language.remember(
+            network,
+            torch.split(rows, batch_size),
+            structure=structure or "kronecker",
+            with_vocabulary=with_vocabulary,
+            checkpoint=out.with_suffix(".pass"),
+        )
+        if not first:
+            return
+        memory.save(out)
     page = out.with_suffix(".md")
     page.write_text(hub.card(memory, model, ", ".join(Path(source).name for source in data)))
     console.print(f"{out}: {memory.nbytes / 1e6:.1f} MB; a section for the model card is in {page}", highlight=False)

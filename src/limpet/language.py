@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from limpet.errors import LimpetError
 from limpet.methods import OnlineLaplace
+from limpet.parallel import Shared
 
 SUFFIXES = (".txt", ".md", ".csv")
 
@@ -88,8 +89,12 @@ def remember(
     checkpoint: Path | None = None,
     progress: bool = True,
 ) -> OnlineLaplace:
-    """The memory of a causal language model as it is, whose weights are the mean before and after."""
+    """The memory of a causal language model as it is, whose weights are the mean before and after.
+
+    On many ranks each takes its turn with the batches, which are the same on all of them.
+    """
     exclude = [] if with_vocabulary else vocabulary(model)
     memory = OnlineLaplace(model, structure=structure, strength="auto", prior_mean="initial", exclude=exclude)
-    memory.consolidate([{"input_ids": batch} for batch in batches], checkpoint=checkpoint, progress=progress)
+    every = Shared([{"input_ids": batch} for batch in batches])
+    memory.consolidate(every, checkpoint=checkpoint, progress=progress)
     return memory

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from limpet.curvature import Block, Fisher
-from limpet.parallel import current
 from limpet.posterior import Posterior
 from limpet.precision import KroneckerSum, Precision, Spectrum, Term
 from limpet.precision.base import noise
@@ -80,9 +79,7 @@ class Surroundings:
         return f"<Surroundings seed={self.seed} temperature={self.temperature!r}>"
 
     def __call__(self, number: int) -> dict[str, Tensor]:
-        """Displacement `number`, by parameter; on many ranks, each has numbers of its own."""
-        ranks = current()
-        number = number if ranks is None else number * ranks.size + ranks.rank
+        """Displacement `number`, by parameter."""
         return by_parameter(self.places, self._drawn(self.temperature, number))
 
     def _drawn(self, temperature: float, number: int) -> list[Tensor]:

@@ -41,7 +41,7 @@ from limpet.curvature.together import read_together
 from limpet.errors import CurvatureError, UnsupportedError, positive_whole
 from limpet.likelihoods import Likelihood, as_tensors
 from limpet.likelihoods.random import Draws, Random
-from limpet.parallel import Ranks, current
+from limpet.parallel import Ranks, Shared, current
 from limpet.precision import Term
 
 FISHERS = ("auto", "exact", "sampled", "empirical")
@@ -83,6 +83,8 @@ class _UnforeseenError(Exception):
 class FisherPass:
     """The settings and sums of one pass; `run` makes it."""
 
+    in_step = False  # the ranks go through the model together, each with the sums of its own blocks
+
     def __init__(
         self,
         model: nn.Module,
@@ -107,6 +109,10 @@ class FisherPass:
         self.displacement = displacement
         self.parameters = named_parameters(model)
         self.live = Live(model)
+        self.shared = False  # every rank is given all batches
+        self.done: set[int] = set()  # the numbers of the batches that are in the sums
+        self.before: set[int] = set()  # those that were in anybody's when a pass that was stopped went on
+        self.again: set[int] = set()  # those of them that this rank has to read once more
         self.recorder = Recorder()
         self.begin_anew(set())
 
@@ -114,13 +120,15 @@ class FisherPass:
         """Zero sums; the blocks named in `direct` are from now on measured example by example."""
         self._make_direct(direct)
         self.sums: dict[str, Accumulator] = {}
+        self.begun = False  # the sums are made
         self.generator: torch.Generator | None = None
         self.tally = torch.zeros(2, dtype=torch.float64)
         self.used: set[str] = set()  # parameters that had a gradient
         self.audited: set[Any] = set()  # ways of using the blocks that were found right
         self.first = FirstBatches()
         self.roots = 0  # backward passes that a batch takes
-        self.batches = 0  # batches read
+        self.again |= self.done & self.before
+        self.done = set()
         self.seen = 0  # examples, or predicted positions
         self.real: Tensor | None = None  # the positions of a batch that are no padding
         self.rows = 0  # examples as the batches count them
@@ -144,6 +152,8 @@ class FisherPass:
             raise CurvatureError("the model has no trainable parameter that is not excluded")
         examples = None if examples is None else positive_whole("examples", examples)
         limit = None if limit is None else positive_whole("limit", limit)
+        self.shared = isinstance(batches, Shared)
+        batches = batches.batches if isinstance(batches, Shared) else batches
         check_batches(batches)
         total = needed_total(batches, examples, limit)
         if checkpoint is not None:
@@ -155,7 +165,7 @@ class FisherPass:
             share = None if limit is None else -(-limit // ranks.size)
             shown = progress and not ranks.rank
             self._read_together(ranks, lambda: self._read_all(batches, share, shown, checkpoint))
-            total = None if total is None else round(ranks.numbers(total)[0])
+            total = total if total is None or self.shared else round(ranks.numbers(total)[0])
         if not self.seen:
             raise CurvatureError("the batches held no example: give a loader that yields (inputs, targets)")
         return self._result(examples, total)
@@ -191,22 +201,35 @@ class FisherPass:
             stack.enter_context(self.recorder.attached(self.blocks))
             for number, batch in self._wanted(batches, limit):
                 before = self.seen
-                with shifted(self.parameters, self.displacement(number) if self.displacement else {}):
+                with shifted(self.parameters, self._displaced(number)):
                     self._take(batch, None if limit is None else limit - self.seen)
-                self.batches = number + 1
+                self.done.add(number)
                 bar.update(self.seen - before)
-                if checkpoint is not None and self.sums and checkpoint.due():
+                if checkpoint is not None and self.generator is not None and self._on_any_rank(checkpoint.due()):
                     checkpoint.save(self)
 
     def _wanted(self, batches: Iterable[Any], limit: int | None) -> Iterator[tuple[int, Any]]:
         """The batches that are still to be read, with their numbers."""
-        known = self.batches  # read before the pass was stopped
+        rank, size = _turn() if self.shared else (0, 1)
+        turn = 0
         for number, batch in enumerate(batches):
-            self.first.add(number, batch)
-            if number >= known:
+            if number % size == rank:
+                self.first.add(number // size, batch)
+            if number in self.again:
                 yield number, batch
-            if number + 1 >= known and limit is not None and self.seen >= limit:
+            elif number not in self.before:
+                if turn % size == rank:
+                    yield number, batch
+                turn += 1
+            if number + 1 >= len(self.before) and limit is not None and self.seen >= limit:
                 return
+
+    def _displaced(self, number: int) -> Mapping[str, Tensor]:
+        """Where a batch is measured: batches of different ranks at different places."""
+        if self.displacement is None:
+            return {}
+        rank, size = (0, 1) if self.shared else _turn()
+        return self.displacement(number * size + rank)
 
     def _result(self, examples: int | None, total: int | None) -> Fisher:
         if examples is None:
@@ -308,11 +331,11 @@ class FisherPass:
             self._on_any_rank,
         )
         wrong = self._of_all_ranks(wrong & {block.name for block in self.blocks if block.layers})
-        if wrong and self.sums:
+        if wrong and self.begun:
             raise _UnforeseenError(wrong)
         self._make_direct(wrong)
         self.audited.add(way)
-        if not self.sums:
+        if not self.begun:
             self.make_sums()
 
     def _on_any_rank(self, told: bool) -> bool:
@@ -328,12 +351,15 @@ class FisherPass:
         return {f"{name}|{key}": t for name, one in self.sums.items() for key, t in one.sums().items()}
 
     def load_sums(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from such sums."""
+        """Go on from such sums; blocks of which they say nothing stay as they are."""
         for name, accumulator in self.sums.items():
-            accumulator.load({key.partition("|")[2]: t for key, t in tensors.items() if key.partition("|")[0] == name})
+            own = {key.partition("|")[2]: t for key, t in tensors.items() if key.partition("|")[0] == name}
+            if own:
+                accumulator.load(own)
 
     def make_sums(self) -> None:
         """Zero sums for the blocks as they are now."""
+        self.begun = True
         for block in self.blocks:
             self.sums[block.name] = self.structure.accumulator(block, self.parameters[block.parameters[0]])
 
@@ -428,6 +454,12 @@ class FisherPass:
                     if gradient is not None:
                         self.used.update(block.parameters)
                         self.sums[block.name].add_example(block.matrix([gradient.to_dense()]))
+
+
+def _turn() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    ranks = current()
+    return (0, 1) if ranks is None else (ranks.rank, ranks.size)
 
 
 def _resolve(fisher: str, likelihood: Likelihood, outputs: Any) -> str:

@@ -24,9 +24,14 @@ from limpet.errors import CurvatureError
 from limpet.likelihoods import as_tensors
 from limpet.parallel import Ranks
 
+NOTHING = -1
+"""The number of a batch that is not counted."""
+
 
 class ShardedPass(FisherPass):
     """A pass of ranks that share one model. `owners` has the rank that keeps each parameter's block."""
+
+    in_step = True
 
     def __init__(self, ranks: Ranks, owners: Mapping[str, int], *args: Any, **settings: Any) -> None:
         self.ranks, self.owners = ranks, owners
@@ -44,6 +49,7 @@ class ShardedPass(FisherPass):
 
     def _wanted(self, batches: Iterable[Any], limit: int | None) -> Iterator[tuple[int, Any]]:
         own, filler = super()._wanted(batches, limit), None
+        self.rounds = 0
         while True:
             found = next((some for some in own if batch_size(some[1]) != 0), None)
             self.idle = found is None
@@ -52,7 +58,8 @@ class ShardedPass(FisherPass):
                 return
             if filler is None:
                 filler = self._from(having[0], found)
-            yield (self.batches - 1, filler) if found is None else found
+            yield (NOTHING, filler) if found is None else found
+            self.done.discard(NOTHING)
             self.rounds += 1
 
     def _from(self, rank: int, found: tuple[int, Any] | None) -> Any:
@@ -87,6 +94,7 @@ class ShardedPass(FisherPass):
         return set().union(*self.ranks.gather(names))
 
     def make_sums(self) -> None:
+        self.begun = True
         for block in self.blocks:
             if self.owner(block) == self.ranks.rank:
                 self.sums[block.name] = self._zeros(block)

@@ -38,7 +38,7 @@ def read_together(one_pass: FisherPass, ranks: Ranks, read: Callable[[], None]) 
 
 def add_up(one_pass: FisherPass, ranks: Ranks) -> None:
     """Let the sums of every rank be those of all."""
-    if not one_pass.sums:
+    if not one_pass.begun:
         one_pass.make_sums()  # a rank without data
     one_pass.load_sums(ranks.sum(one_pass.named_sums()))
     add_up_counts(one_pass, ranks)

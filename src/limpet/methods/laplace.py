@@ -36,7 +36,6 @@ from limpet.forecast import Forecast, fresh_forecast
 from limpet.likelihoods import Likelihood
 from limpet.measuring import measure
 from limpet.methods.memory import MAX_SIDE, Memory
-from limpet.parallel import current
 from limpet.posterior import Held, Posterior
 from limpet.precision import Precision
 from limpet.spread import refuse_spread
@@ -44,12 +43,6 @@ from limpet.surroundings import surroundings, with_task
 
 LOOK = 2000
 """Examples that are enough to see the shape of a task's Fisher."""
-
-
-def _own_file(path: str | Path) -> Path:
-    """The checkpoint of this rank, where there are several."""
-    ranks = current()
-    return Path(path) if ranks is None else Path(f"{path}.rank{ranks.rank}of{ranks.size}")
 
 
 class Laplace(Memory):
@@ -109,9 +102,10 @@ class Laplace(Memory):
         `examples` is N (counted where the batches are finite), `limit` uses at most so many of them and scales up.
         `forward(model, batch)` gives (outputs, targets) for batches that are not pairs or dictionaries. `checkpoint`
         names a file to which a long pass is written once a minute: called again after a crash, with batches in the
-        same order, it goes on from there; the file is gone once the task is taken in.
+        same order, it goes on from there; the file is gone once the task is taken in. On many ranks the batches are
+        each rank's own, or all of them, `limpet.parallel.Shared(batches)`; then another number of ranks may go on.
         """
-        saved = None if checkpoint is None else Checkpoint(_own_file(checkpoint))
+        saved = None if checkpoint is None else Checkpoint(checkpoint)
         self._settle([self._measure(batches, examples, limit, forward, progress, saved)], forward)
         if saved is not None:
             saved.remove()

@@ -12,6 +12,7 @@ and every rank has the memory of all of them.
 
 from limpet.parallel.owners import share
 from limpet.parallel.pieces import Exchange, in_pieces, local, piece_like
-from limpet.parallel.ranks import Ranks, alone, current
+from limpet.parallel.ranks import Ranks, alone, current, launched
+from limpet.parallel.shared import Shared
 
-__all__ = ["Exchange", "Ranks", "alone", "current", "in_pieces", "local", "piece_like", "share"]
+__all__ = ["Exchange", "Ranks", "Shared", "alone", "current", "in_pieces", "launched", "local", "piece_like", "share"]

@@ -99,3 +99,16 @@ def alone() -> Iterator[None]:
         yield
     finally:
         _alone.reset(token)
+
+
+@contextmanager
+def launched() -> Iterator[bool]:
+    """Join the processes that torchrun started, if it did; True on the first of them, and where there is one alone."""
+    several = dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized()
+    if several:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield not several or dist.get_rank() == 0
+    finally:
+        if several:
+            dist.destroy_process_group()
