@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,8 +13,10 @@ __all__ = ["benchmark", "cache_folder", "mirror", "small_data"]
 
 
 def benchmark(name: str) -> ModuleType:
-    """A script of benchmarks/ as a module."""
+    """A script of benchmarks/ as a module; run by itself it finds the scripts beside it, and so it does here."""
     path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

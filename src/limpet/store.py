@@ -16,10 +16,10 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from limpet import files, together
+from limpet import files
 from limpet.curvature import DIRECT, Block
 from limpet.errors import LimpetError, MemoryFileError, finite_number, positive_whole, signed_number, whole_number
-from limpet.parallel import Ranks, piece_like
+from limpet.parallel import Ranks, one_file, piece_like
 from limpet.posterior import Held, Posterior
 from limpet.precision import STRUCTURES
 from limpet.pull import ProximalState
@@ -349,7 +349,7 @@ def write(path: str | Path, state: State) -> None:
 
 def write_together(path: str | Path, state: State, ranks: Ranks) -> None:
     """Write the state of which every rank has its part into one file, as one process would have written it."""
-    together.write(path, FORMAT, json.loads(state["metadata"]), state["tensors"], ranks)
+    one_file.write(path, FORMAT, json.loads(state["metadata"]), state["tensors"], ranks)
 
 
 def read(path: str | Path) -> State:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from limpet import files
 from limpet.errors import MemoryFileError
-from limpet.parallel import Ranks
+from limpet.parallel.ranks import Ranks
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 UNKNOWN = "0" * 64
