@@ -176,7 +176,8 @@ class Posterior:
     def _prior(self, block: Block, like: Tensor) -> Precision:
         kind = STRUCTURES[self.structure.of(block)]
         if issubclass(kind, Kronecker | KroneckerSum):
-            return kind.start(block.shape, self.prior_precision, like, **self.structure.sides(block))
+            sides = self.structure.sides(block)
+            return kind.start(block.shape, self.prior_precision, like, **sides, rest=self.structure.rest)
         return kind.start(block.shape, self.prior_precision, like)
 
     def without_tasks(self, held: Held) -> Held:

@@ -27,7 +27,7 @@ from limpet.version import __version__
 
 FORMAT = "limpet memory"
 NEVER_NEGATIVE = ("diagonal", "diagonal.weighted", "eigenvalues", "eigenvalues.weighted", "trace")
-DTYPES = (torch.float32, torch.float64)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class State(TypedDict):

@@ -57,12 +57,21 @@ class Thin:
 
     def __init__(self, held: Held, parameters: Sequence[nn.Parameter], adapters: Sequence[LowRank]) -> None:
         self.held, self.parameters, self.adapters = held, parameters, adapters
-        self.rows, self.columns = (None, None) if held.block.kind == DIRECT else held.precision.sides()
         self._known: tuple[Any, Tensor | None] = (None, None)  # the weights as they were, and base - mean
         slope = held.slope
         self.slope = None if slope is None else self._into(slope)
         self.product = self._product(held.precision)
         self.fisher_product = self._product(held.precision.fisher())
+
+    @property
+    def rows(self) -> Tensor | None:
+        """U_H; asked for every time, since bases may lie elsewhere in between."""
+        return None if self.held.block.kind == DIRECT else self.held.precision.sides()[0]
+
+    @property
+    def columns(self) -> Tensor | None:
+        """U_Q."""
+        return None if self.held.block.kind == DIRECT else self.held.precision.sides()[1]
 
     @property
     def rotated(self) -> bool:

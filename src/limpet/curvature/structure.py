@@ -13,6 +13,7 @@ from limpet.curvature.accumulators import (
     KroneckerAccumulator,
 )
 from limpet.curvature.blocks import Block
+from limpet.precision.rest import AS_USED, Rest
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Structure:
 
     name: str
     max_side: int
+    rest: Rest = AS_USED
 
     def of(self, block: Block) -> str:
         """The structure of this block: a diagonal where there are no Kronecker factors."""

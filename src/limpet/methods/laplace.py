@@ -52,6 +52,10 @@ class Laplace(Memory):
     as raise the loss by so many nats per example (or, if nothing does, as far as the weights are large). Its mean is
     the curvature of the smoothed loss E[loss(w + z)], which knows what a point does not: the loss rises faster than
     the quadratic at its mode. It costs one more pass, a short one where the loader can say how many examples it has.
+
+    A side of a block longer than `max_side` keeps a diagonal factor. With at_rest="float16" the bases of the Kronecker
+    structure are kept in half the bytes, with offload=True in the memory of the host; each is made ready when its block
+    is used.
     """
 
     _measures_curves = True
@@ -71,6 +75,8 @@ class Laplace(Memory):
         draws: int = 1,
         seed: int = 0,
         max_side: int = MAX_SIDE,
+        at_rest: str | None = None,
+        offload: bool = False,
     ) -> None:
         if fisher not in FISHERS:
             raise ValueError(f"fisher must be one of {', '.join(FISHERS)}, not {fisher!r}")
@@ -85,6 +91,8 @@ class Laplace(Memory):
             prior_mean=prior_mean,
             exclude=exclude,
             max_side=max_side,
+            at_rest=at_rest,
+            offload=offload,
         )
 
     def consolidate(

@@ -28,6 +28,7 @@ from limpet.linearised import OutputDistribution, output_distribution
 from limpet.methods.checks import check_model, excluded_names, say_what_is_not_protected
 from limpet.posterior import Posterior
 from limpet.precision import STRUCTURES
+from limpet.precision.rest import Rest
 from limpet.predictive import predictive, sample_weights
 from limpet.protect import Protection, StepObserver
 from limpet.protect_sharded import ShardedProtection
@@ -59,18 +60,20 @@ class Memory(ABC):
         prior_mean: str,
         exclude: Iterable[str | nn.Module | nn.Parameter],
         max_side: int,
+        at_rest: str | None = None,
+        offload: bool = False,
     ) -> None:
         if structure not in STRUCTURES:
             raise ValueError(f"structure must be one of {', '.join(STRUCTURES)}, not {structure!r}")
         if prior_mean not in PRIOR_MEANS:
             raise ValueError(f"prior_mean must be one of {', '.join(PRIOR_MEANS)}, not {prior_mean!r}")
         prior_precision = finite_number("prior_precision", prior_precision)
-        max_side = positive_whole("max_side", max_side)
+        settings = Structure(structure, positive_whole("max_side", max_side), Rest(at_rest, offload))
         check_model(model)
         self.model = unwrapped(model)
         self.likelihood = resolve(likelihood)
         self.exclude = excluded_names(self.model, exclude)
-        self.posterior = Posterior(self.model, Structure(structure, max_side), prior_precision, prior_mean)
+        self.posterior = Posterior(self.model, settings, prior_precision, prior_mean)
         self.strength = strength
         self.examples = 0
         self.tasks = 0
@@ -175,6 +178,8 @@ class Memory(ABC):
                 "budget= needs forecasts in nats and a closed proximal map: a Laplace method with "
                 "structure='kronecker', 'diagonal' or 'dense'"
             )
+        if self.posterior.structure.rest.dtype is not None:
+            raise UnsupportedError("budget= needs orthonormal bases: leave out at_rest=, which rounds them")
         return Budget(self.history, float(budget))
 
     def _entered(self, protection: Protection) -> None:
@@ -347,7 +352,8 @@ class Memory(ABC):
                 settings = store.Settings(content)
                 max_side = positive_whole("max_side", settings.whole("max_side"))
                 self._direct, self.exclude = store.direct_parameters(content), tuple(settings.names("exclude"))
-                self.posterior.structure = Structure(self.structure, max_side)
+                rest = Rest.of(content.metadata["settings"])
+                self.posterior.structure = Structure(self.structure, max_side, rest)
                 attributes = self._read_settings(settings)
                 prior_precision = settings.number("prior_precision")
                 prior_mean = settings.choice("prior_mean", PRIOR_MEANS)
@@ -388,6 +394,7 @@ class Memory(ABC):
             "prior_mean": self.posterior.prior_mean,
             "likelihood": self.likelihood.describe(),
             "max_side": self.posterior.structure.max_side,
+            **self.posterior.structure.rest.facts(),
             "exclude": list(self.exclude),
             "examples": self.examples,
             "tasks": self.tasks,

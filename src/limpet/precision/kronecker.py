@@ -28,6 +28,7 @@ from torch import Tensor
 
 from limpet.precision.base import Facts, Precision, check_shape, fact, inverse_root, noise, optional_fact
 from limpet.precision.linalg import symmetric_eigen, widened
+from limpet.precision.rest import AS_USED, Rest
 from limpet.precision.spectrum import Spectrum
 from limpet.precision.terms import KroneckerTerm, Term
 from limpet.precision.weighted import WeightedSum
@@ -43,6 +44,12 @@ class Basis:
     vectors: Tensor | None
     trace: Tensor
     diagonal: bool  # this side stays the identity: its factor is, or is kept, diagonal
+    rest: Rest = AS_USED  # how the columns lie while nobody uses them
+
+    @property
+    def columns(self) -> Tensor | None:
+        """U, ready for use."""
+        return None if self.vectors is None else self.vectors.to(self.trace.device, self.trace.dtype)
 
     def take(self, factor: Tensor, weight: Tensor) -> tuple[Basis, Tensor | None, Tensor]:
         """Add weight * factor (float64) to the partial trace.
@@ -70,8 +77,8 @@ class Basis:
     def _keep(self, vectors: Tensor | None, trace: Tensor) -> Basis:
         like = self.trace
         # contiguous, so that a memory read back from its file multiplies bit for bit the same
-        kept = None if vectors is None else vectors.to(like.device, like.dtype).contiguous()
-        return Basis(kept, trace.to(like.device, like.dtype), self.diagonal)
+        kept = None if vectors is None else self.rest.lay(vectors.to(like.device, like.dtype).contiguous())
+        return replace(self, vectors=kept, trace=trace.to(like.device, like.dtype))
 
 
 @dataclass(frozen=True)
@@ -94,11 +101,12 @@ class Kronecker(Precision):
         *,
         inputs_diagonal: bool = False,
         outputs_diagonal: bool = False,
+        rest: Rest = AS_USED,
     ) -> Kronecker:
         """The prior alone."""
 
         def side(shape: torch.Size, diagonal: bool) -> Basis:
-            return Basis(None, torch.zeros(shape, dtype=like.dtype, device=like.device), diagonal)
+            return Basis(None, torch.zeros(shape, dtype=like.dtype, device=like.device), diagonal, rest)
 
         *groups, out, in_ = shape
         return cls(
@@ -115,15 +123,15 @@ class Kronecker(Precision):
 
     def rotate(self, v: Tensor) -> Tensor:
         """U_H^T v U_Q: the block in the eigenbasis."""
-        if self.outputs.vectors is not None:
-            v = self.outputs.vectors.mT @ v
-        return v if self.inputs.vectors is None else v @ self.inputs.vectors
+        rows, columns = self.sides()
+        v = v if rows is None else rows.mT @ v
+        return v if columns is None else v @ columns
 
     def rotate_back(self, v: Tensor) -> Tensor:
         """U_H v U_Q^T, the inverse of `rotate`."""
-        if self.outputs.vectors is not None:
-            v = self.outputs.vectors @ v
-        return v if self.inputs.vectors is None else v @ self.inputs.vectors.mT
+        rows, columns = self.sides()
+        v = v if rows is None else rows @ v
+        return v if columns is None else v @ columns.mT
 
     def add(self, term: Term, strength: float) -> Self:
         if not isinstance(term, KroneckerTerm):
@@ -161,14 +169,15 @@ class Kronecker(Precision):
     def apply(self, v: Tensor) -> Tensor:
         factor, values = self.values.factored
         scaled = values * self.rotate(v)
-        if self.inputs.vectors is None or v.dim() > 2:
+        rows, columns = self.sides()
+        if columns is None or v.dim() > 2:
             return torch.add(self.prior * v, self.rotate_back(scaled), alpha=factor)
         # the same in one product: prior v + factor (U_H scaled) U_Q^T
-        left = scaled if self.outputs.vectors is None else self.outputs.vectors @ scaled
-        return torch.addmm(v, left, self.inputs.vectors.mT, beta=self.prior, alpha=factor)
+        left = scaled if rows is None else rows @ scaled
+        return torch.addmm(v, left, columns.mT, beta=self.prior, alpha=factor)
 
     def sides(self) -> tuple[Tensor | None, Tensor | None]:
-        return self.outputs.vectors, self.inputs.vectors
+        return self.outputs.columns, self.inputs.columns
 
     def apply_in_sides(self, v: Tensor) -> Tensor:
         return self._full * v
@@ -201,7 +210,15 @@ class Kronecker(Precision):
     def proximal(self, v: Tensor, step: float) -> Tensor:
         factor, values = self.values.factored
         one = values.new_tensor(1 + step * self.prior)
-        return self.rotate_back(self.rotate(v) / torch.add(one, values, alpha=step * factor))
+        resistance = torch.add(one, values, alpha=step * factor)
+        if self.rounded:  # only what the penalty takes away goes through the bases, so the rest loses nothing there
+            return v - self.rotate_back(self.rotate(v) * (1 - 1 / resistance))
+        return self.rotate_back(self.rotate(v) / resistance)
+
+    @property
+    def rounded(self) -> bool:
+        """Whether the bases are not quite orthonormal."""
+        return any(basis.rest.dtype and basis.vectors is not None for basis in (self.inputs, self.outputs))
 
     def spectrum(self) -> Spectrum:
         return Spectrum(self.values.plain, self.values.total, self.prior, self.rotate, self.rotate_back)
@@ -226,9 +243,9 @@ class Kronecker(Precision):
 
     def diagonals(self) -> tuple[Tensor, Tensor]:
         def in_place(values: Tensor) -> Tensor:
-            if self.outputs.vectors is not None:
-                values = self.outputs.vectors.square() @ values
-            return values if self.inputs.vectors is None else values @ self.inputs.vectors.square().mT
+            rows, columns = self.sides()
+            values = values if rows is None else rows.square() @ values
+            return values if columns is None else values @ columns.square().mT
 
         return in_place(self.values.plain), in_place(self.values.total)
 
@@ -246,18 +263,20 @@ class Kronecker(Precision):
             "strength": self.values.strength,
             "inputs_diagonal": self.inputs.diagonal,
             "outputs_diagonal": self.outputs.diagonal,
+            **self.inputs.rest.facts(),
         }
 
     @classmethod
     def restore(cls, shape: torch.Size, tensors: Mapping[str, Tensor], facts: Facts) -> Self:
         *groups, out, in_ = shape
+        rest = Rest.of(facts)
 
         def side(name: str, size: int) -> Basis:
             trace = check_shape(f"{name}.trace", tensors[f"{name}.trace"], (*groups, size))
             vectors = tensors.get(f"{name}.vectors")
             if vectors is not None:
-                check_shape(f"{name}.vectors", vectors, (*groups, size, size))
-            return Basis(vectors, trace, bool(facts[f"{name}_diagonal"]))
+                vectors = rest.lay(check_shape(f"{name}.vectors", vectors, (*groups, size, size)))
+            return Basis(vectors, trace, bool(facts[f"{name}_diagonal"]), rest)
 
         for name in ("eigenvalues", "eigenvalues.weighted"):
             if name in tensors:

@@ -13,6 +13,7 @@ from limpet.errors import UnsupportedError
 from limpet.precision.base import Facts, Precision, check_shape, fact, noise
 from limpet.precision.kronecker import Kronecker
 from limpet.precision.linalg import conjugate_gradients, symmetric_eigen, widened
+from limpet.precision.rest import AS_USED, Rest
 from limpet.precision.spectrum import Spectrum
 from limpet.precision.terms import KroneckerTerm, Term
 
@@ -46,10 +47,11 @@ class KroneckerSum(Precision):
         *,
         inputs_diagonal: bool = False,
         outputs_diagonal: bool = False,
+        rest: Rest = AS_USED,
     ) -> KroneckerSum:
         """The prior alone."""
         eigenbasis = Kronecker.start(
-            shape, prior, like, inputs_diagonal=inputs_diagonal, outputs_diagonal=outputs_diagonal
+            shape, prior, like, inputs_diagonal=inputs_diagonal, outputs_diagonal=outputs_diagonal, rest=rest
         )
         return cls(shape, prior, (), (), eigenbasis)
 
