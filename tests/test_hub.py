@@ -106,6 +106,28 @@ def test_the_command_makes_the_memory_that_a_person_would_and_goes_on_when_kille
     assert other.read_bytes() == (tmp_path / "memory.safetensors").read_bytes()
 
 
+@pytest.mark.slow
+def test_the_command_on_two_processes_makes_the_same_memory(published: Path, tmp_path: Path) -> None:
+    sizes = ("--tokens", "400", "--length", "8", "--batch-size", "2")
+    for name, launcher in (("one", []), ("two", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"])):
+        command = [sys.executable, *launcher, "-m", "limpet.cli", "consolidate", "--model", str(published / "model")]
+        command += ["--data", str(published / "one.txt"), "-o", str(tmp_path / f"{name}.safetensors"), *sizes]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert (tmp_path / f"{name}.md").exists(), done.stdout + done.stderr
+        assert done.stdout.count("50 sequences") == 1  # one of them speaks
+    model = transformers.AutoModelForCausalLM.from_pretrained(published / "model")
+    one, two = (limpet.load(tmp_path / f"{name}.safetensors", model) for name in ("one", "two"))
+    assert one.examples == two.examples == 350 and not list(tmp_path.glob("*.pass*"))
+    for name, held in one.posterior.held.items():
+        v = torch.randn(held.block.shape, generator=torch.Generator().manual_seed(0))
+        expected = held.precision.fisher().apply(v)
+        other = two.posterior.held[name].precision.fisher().apply(v)
+        assert (other - expected).norm() < 1e-4 * expected.norm(), name
+    # the strength is measured on a few examples, of which each process takes as many
+    strengths = [memory._strength for memory in (one, two)]
+    assert strengths[1] == pytest.approx(strengths[0], rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
