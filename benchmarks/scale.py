@@ -36,6 +36,7 @@ PASS = 20_000
 """Tokens of a consolidate, as `limpet consolidate` takes by default."""
 
 LORA = 16
+NOT_THERE = "–"  # noqa: RUF001
 SIDES = 8192
 EVERY_SIDE = 28_672  # but those of vocabularies
 VOCABULARY = ("model.embed_tokens", "lm_head")
@@ -141,18 +142,22 @@ def step() -> list[Line]:
         for number, (what, options) in enumerate(WAYS.items()):
             plans = [planned(name, max_side=SIDES, **options).on(ranks) for ranks in (1, *RANKS)]
             cells = [percent(found.share_of_step(found.replicated)) for found in plans]
-            cells += [percent(found.share_of_step(found.sharded)) for found in plans[1:]]
+            cells += [
+                NOT_THERE if found.adapters else percent(found.share_of_step(found.sharded)) for found in plans[1:]
+            ]
             lines.append(("" if number else name, what, *cells))
     return lines
 
 
 def sent() -> list[Line]:
-    """Bytes that a rank sends in a protected step of a sharded memory."""
-    lines: list[Line] = [("model", "trained", *(f"fullest of {ranks}" for ranks in RANKS))]
+    """Bytes that a rank sends where the memory is sharded."""
+    lines: list[Line] = [("model", "in", *(f"fullest of {ranks}" for ranks in RANKS))]
     for name in MODELS:
-        for number, (what, rank) in enumerate({"all weights": None, f"LoRA of rank {LORA}": LORA}.items()):
-            one = planned(name, max_side=SIDES, rank=rank)
-            cells = [in_bytes(one.on(ranks).sharded.sent_step) for ranks in RANKS]
+        one = planned(name, max_side=SIDES)
+        for number, (what, field) in enumerate(
+            {"a protected step": "sent_step", "a batch of a pass": "sent_batch"}.items()
+        ):
+            cells = [in_bytes(getattr(one.on(ranks).sharded, field)) for ranks in RANKS]
             lines.append(("" if number else name, what, *cells))
     return lines
 

@@ -50,6 +50,7 @@ class Row:
     kind: str
     shape: tuple[int, ...]
     structure: str
+    whole: int  # bytes of its weights, as the model has them
     weights: int  # bytes of its mean
     bytes: int  # of its memory
     before: int  # of its memory one task earlier,
@@ -57,12 +58,20 @@ class Row:
     fresh: int  # bytes that are made anew for every task
     sums: int  # bytes that a pass sums
     work: int  # bytes that are held while a task is added
+    eigenvectors: int  # bytes kept besides, once they were asked for
     trained: int  # bytes of what a step changes: its weights, or their adapters
     ready: int  # bytes that gradient mode keeps besides while it protects
+    room: int  # bytes that are held while it is pulled in a step
+    laid_out: int  # bytes copied for its way back from its owner: weights with a bias beside them lie apart
     step: int  # operations that protection adds to a step
     update: int  # operations of taking a task in, once its sums are there
     per_token: int  # operations of those sums for one token
     owner: int = 0  # the rank that has it where the memory is sharded
+
+    @property
+    def term(self) -> int:
+        """Bytes of the sums that become a part of the memory: the newest term of a growing sum."""
+        return self.bytes - self.lasting - self.fresh
 
 
 @dataclass(frozen=True)
@@ -170,13 +179,17 @@ class Outline:
 
     def work(self, tasks: int, several_strengths: bool = False) -> float:
         """Float64 numbers that are held while the last of so many tasks is added: as measured, with LAPACK's own."""
-        eigen = 8.5 if tasks > 1 else 6.5
+        eigen = 5.5 if tasks > 1 else 5.0
+        twice = 1.5 if several_strengths and tasks > 1 else 1.0
         if self.structure == "dense":
-            return eigen * self.numbers**2
+            return 3.0 * twice * self.numbers**2
         a = self.groups * self.in_**2 * self.inputs
         b = self.groups * self.out**2 * self.outputs
-        carried = (4.5 if several_strengths and tasks > 1 else 3.0) * self.numbers
-        return max(eigen * a + b, eigen * b + 2.5 * a, carried + 2.5 * (a + b))
+        return max(eigen * a + b, eigen * b + 2.5 * a, 3.0 * twice * self.numbers + 2.5 * (a + b))
+
+    def eigenvectors(self) -> int:
+        """Numbers of the eigenvectors that a dense matrix keeps once they were asked for, as a task's curve does."""
+        return self.numbers**2 if self.structure == "dense" else 0
 
     def multiplied_out(self, tasks: int) -> int:
         """Numbers of H and Q that gradient mode keeps beside a memory of one task, for the short way."""
@@ -271,7 +284,7 @@ class Counting:
         width = torch.promote_types(dtype, torch.float32).itemsize
         weights = width * outline.numbers
         term = width * sum(map(sum, outline.terms()))
-        lasting = (self.tasks - 1) * term
+        lasting, asked = (self.tasks - 1) * term, width * outline.eigenvectors()
         before, fresh = (weights + self._kept(outline, tasks, width) for tasks in (self.tasks - 1, self.tasks))
         if rank is not None:
             step, trained = outline.adapters(self.tasks, rank), rank * (outline.out + outline.in_ - outline.bias)
@@ -283,15 +296,19 @@ class Counting:
             kind=block.kind,
             shape=tuple(block.shape),
             structure=outline.described,
+            whole=dtype.itemsize * outline.numbers,
             weights=weights,
             bytes=fresh + lasting + term,
-            before=before + lasting,
+            before=before + lasting + asked * (self.tasks > 1 and not self.auto_strength),
             lasting=lasting,
             fresh=fresh,
             sums=width * sum(outline.sums().values()),
             work=round(8 * outline.work(self.tasks, self.auto_strength)),
+            eigenvectors=asked,
             trained=dtype.itemsize * trained,
             ready=0 if rank is not None else width * outline.multiplied_out(self.tasks),
+            room=0 if rank is not None else weights * (4 if self.mode == "gradient" else 3),
+            laid_out=dtype.itemsize * outline.numbers * (outline.bias > 0),
             step=step,
             update=outline.update(self.tasks, self.auto_strength),
             per_token=outline.per_token(),

@@ -9,19 +9,29 @@ The model may stand on the meta device: shapes are all that is looked at. The fo
 
 - replicated, as with DistributedDataParallel: every rank has the whole memory and does all of the work; a protected
   step sends nothing, a consolidate all-reduces the sums once, 2 (N - 1) / N of them from each of N ranks.
-- sharded: every block is owned, whole, by one rank (`limpet.parallel.owners`). In a protected step the owner gets what
-  it lacks of the block's weights and sends back what comes of them: with w bytes of weights in its own blocks among W
-  in all, a rank sends w (N - 1) / N and its shards of the others' blocks, (W - w) / N; in the mean 2 W (N - 1) / N^2.
-  In a pass the sums of each block go to its owner.
+- sharded, under fully_shard: every block is owned, whole, by one rank (`limpet.parallel.owners`). In a protected step
+  the owner gets what it lacks of the block's weights and sends back what comes of them: with w bytes of weights in its
+  own blocks among W in all, a rank sends w (N - 1) / N and its pieces of the others' blocks, (W - w) / N; in the mean
+  2 W (N - 1) / N^2. With every batch of a pass the sums of each block go to its owner, and in a consolidate the
+  weights three times.
 
-The peak of a consolidate is the largest of three moments, apart from what the network's own passes hold:
+The peak of a consolidate is the largest of a few moments, apart from what the network's own passes hold. Replicated:
 
-    the pass    the memory as it was, the sums, and the terms made of them (sharded: the largest block's sums, on their
-                way to its owner)
-    the update  the memory as it was, the terms, what is made anew, and the room to work in for one block
-    the curve   the memory as it is now, the terms, and four times the weights (displacements there and back, by
+    the update  the memory as it was, the sums of all blocks, what is made anew of the blocks so far, and the room to
+                work in for one more
+    the curve   the memory as it is now, the sums, and four times the weights (displacements there and back, by
                 parameter, and the weights put aside) or, while one block is pushed, twice and six times that block;
                 with auto_strength it is a trial that is looked at, beside the memory as it was
+
+Sharded, where a rank has sums and memory of its own blocks alone, and no curve is measured:
+
+    the pass    the memory as it was, the sums, and those of a block in one batch, on their way to its owner
+    the way     the memory as it was, the sums, and the weights of the blocks as they are brought to their owner: the
+                rank's pieces of all, the others' of its own, and those put together
+    the update  as above, but that a block's sums and brought weights are dropped when it is done
+
+While it protects, gradient mode keeps the gradients with the penalty in them, proximal mode the displacements of all
+blocks; sharded, both hold what comes and goes. To all of it the room of one block is added.
 """
 
 from __future__ import annotations
@@ -55,7 +65,8 @@ class Load(NamedTuple):
     peak: int = 0  # during a consolidate
     ready: int = 0  # more, while it protects
     sent_step: int = 0
-    sent_task: int = 0
+    sent_task: int = 0  # once in a consolidate,
+    sent_batch: int = 0  # and with every batch of its pass
     step: int = 0
     update: int = 0
 
@@ -95,40 +106,56 @@ class Plan:
     @cached_property
     def replicated(self) -> Load:
         """What every rank bears that has the whole memory."""
-        sums = _total(self.rows, "sums")
-        sent = Load(sent_task=2 * sums * (self.ranks - 1) // self.ranks)
-        return sent | self._load(self.rows, in_flight=sums, gradients=_total(self.rows, "trained"))
+        rows, gradient = self.rows, self.mode == "gradient"
+        sums, room = _total(rows, "sums"), max(row.room for row in rows)
+        more = _total(rows, "ready") + _total(rows, "trained") if gradient else _total(rows, "weights")
+        sent = 2 * sums * (self.ranks - 1) // self.ranks
+        return self._load(rows) | Load(peak=self._curve(), ready=more + room, sent_task=sent)
+
+    def _curve(self) -> int:
+        """What is held while a task's curve is measured."""
+        rows, weights = self.rows, _total(self.rows, "weights")
+        beside = _total(rows, "before") - weights if self.auto_strength else _total(rows, "lasting")
+        known = beside + sum(row.fresh + row.sums + row.eigenvectors for row in rows)
+        pushed = max(4 * weights, 2 * weights + 6 * max(row.weights for row in rows))
+        return known + max(pushed, 7 * max(row.eigenvectors for row in rows))
 
     @cached_property
     def sharded(self) -> Load:
         """The most that any rank bears where the blocks are shared out."""
-        sums, trained = _total(self.rows, "sums"), _total(self.rows, "trained")
-        largest = max((row.sums for row in self.rows), default=0)
         own: list[list[Row]] = [[] for _ in range(self.ranks)]
         for row in self.rows:
             own[row.owner].append(row)
         most = Load()
         for rows in own:
-            most |= self._load(rows, in_flight=largest, gradients=trained // self.ranks)
-            sent = (_total(rows, "trained") * (self.ranks - 2) + trained) // self.ranks
-            most |= Load(sent_step=sent, sent_task=sums - _total(rows, "sums"))
+            most |= self._load(rows, dropped=True) | self._on_the_way(rows)
         return most
 
-    def _load(self, rows: Sequence[Row], in_flight: int, gradients: int) -> Load:
-        """What these blocks come to on one rank, apart from what is sent."""
-        before, fresh, weights = (_total(rows, name) for name in ("before", "fresh", "weights"))
-        work = max((row.work - row.fresh for row in rows), default=0)
-        largest = max((row.weights for row in rows), default=0)
-        beside = before - weights if self.auto_strength else _total(rows, "lasting")
-        pushed = max(4 * weights, 2 * weights + 6 * largest)
-        moments = (before + in_flight, before + fresh + max(work, 0), beside + fresh + pushed)
+    def _on_the_way(self, rows: Sequence[Row]) -> Load:
+        """What goes between a rank that owns these blocks and the others, and is held meanwhile."""
+        sums, trained, whole = (_total(self.rows, name) for name in ("sums", "trained", "whole"))
+        own_sums, own_trained, own_whole = (_total(rows, name) for name in ("sums", "trained", "whole"))
+        handed_over = max(2 * max(row.sums for row in self.rows), max((3 * row.sums for row in rows), default=0))
+        brought = whole // self.ranks + 2 * own_whole
+        given_back = own_whole + _total(rows, "laid_out") + trained // self.ranks
+        room = max((row.room for row in rows), default=0)
+        ready = _total(rows, "ready") if self.mode == "gradient" else 0
         return Load(
-            memory=_total(rows, "bytes"),
-            peak=_total(rows, "sums") + max(moments),
-            ready=_total(rows, "ready") + gradients if self.mode == "gradient" else 0,
-            step=_total(rows, "step"),
-            update=_total(rows, "update"),
+            peak=_total(rows, "before") + own_sums + max(handed_over, brought),
+            ready=ready + own_whole + _total(rows, "weights") + max(room, given_back),
+            sent_step=(own_trained * (self.ranks - 2) + trained) // self.ranks,
+            sent_task=3 * (whole - own_whole) // self.ranks,
+            sent_batch=sums - own_sums,
         )
+
+    def _load(self, rows: Sequence[Row], dropped: bool = False) -> Load:
+        """What these blocks come to on one rank; where `dropped`, sums and brought weights go block by block."""
+        held = peak = _total(rows, "before") + _total(rows, "sums") + dropped * _total(rows, "whole")
+        for row in rows:
+            peak = max(peak, held + row.weights + row.work)
+            held += row.fresh - dropped * (row.sums - row.term + row.whole)
+        memory, step, update = (_total(rows, name) for name in ("bytes", "step", "update"))
+        return Load(memory=memory, peak=peak, step=step, update=update)
 
     def share_of_step(self, load: Load) -> float:
         """The operations that protection adds to a step, as a share of training's, which all ranks split."""
@@ -155,6 +182,8 @@ class Plan:
         left = [row for _, rows in together[most:] for row in rows] if most is not None else []
         rest = [f"and {len(left)} smaller blocks, {in_bytes(_total(left, 'bytes'))} together"] if left else []
         notes = [f"note: {note}" for note in self.notes]
+        if self.adapters and self.ranks > 1:
+            notes.append("note: adapters are held where every rank has the whole model, not under fully_shard")
         return "\n".join([self.title, *aligned(cells), *rest, "", *aligned(self.totals()), *notes])
 
     def totals(self) -> list[tuple[str, ...]]:
@@ -169,12 +198,13 @@ class Plan:
             "more while it protects": [in_bytes(load.ready) for load in loads.values()],
             "sent in a protected step": [in_bytes(load.sent_step) for load in loads.values()],
             "sent in a consolidate": [in_bytes(load.sent_task) for load in loads.values()],
+            "and with every batch of its pass": [in_bytes(load.sent_batch) for load in loads.values()],
             "protection adds to a training step": [percent(self.share_of_step(load)) for load in loads.values()],
             "taking a task in, once it is summed": [f"{load.update:.2g} operations" for load in loads.values()],
             "as many operations as training on": [f"{self.in_tokens(load):,.0f} tokens" for load in loads.values()],
         }
         if self.ranks == 1:
-            lines = {name: line for name, line in lines.items() if not name.startswith("sent")}
+            lines = {name: line for name, line in lines.items() if not name.startswith(("sent", "and with"))}
         return [("in all", *loads), *((name, *line) for name, line in lines.items())]
 
 
@@ -213,7 +243,7 @@ def plan(
     in all                                      one process
     ------------------------------------------  ------------------
     memory                                      3.19 MB
-    peak of a consolidate, without activations  47.8 MB
+    peak of a consolidate, without activations  33.2 MB
     ...
     """
     whole = {"ranks": ranks, "tasks": tasks, "tokens": tokens, "max_side": max_side}
