@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,8 +18,10 @@ from safetensors.torch import load_file
 import limpet
 import many_ranks
 import networks
+from conftest import benchmark
 from limpet import parallel
 from limpet.errors import MemoryFileError
+from limpet.plan import plan
 
 SCRIPT = Path(__file__).with_name("many_ranks.py")
 
@@ -149,6 +153,28 @@ def test_no_rank_holds_the_memory_of_a_model_in_pieces(tmp_path: Path) -> None:
         # the memory of before stays until the new one is whole
         assert max(rank["peaks"]) <= room + 2 * rank["bytes"]
         assert max(rank["peaks"]) <= 0.7 * one["bytes"] < one["peaks"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts pages as Linux does")
+def test_what_a_rank_keeps_and_sends_is_foreseen() -> None:
+    """Resident memory, and bytes handed to collectives. Not in the first task, when libraries load what they need."""
+    ranks = benchmark("ranks")
+    each = ranks.measured_costs(4)["each"]
+
+    def most(*keys: Any) -> float:
+        return max(float(reduce(lambda found, key: found[key], keys, told)) for told in each)
+
+    planned = [plan(ranks.deep(), tasks=tasks, ranks=4).sharded for tasks in range(1, ranks.TASKS + 1)]
+    last = planned[-1]
+    assert last.memory == pytest.approx(most("bytes"), rel=0.05)
+    for task in range(1, ranks.TASKS):
+        assert planned[task].peak == pytest.approx(most("peaks", task), rel=0.1)
+    for mode in ("gradient, every=1", "proximal, every=1"):
+        assert last.sent_step == pytest.approx(most(mode, "sent"), rel=0.05)
+        assert last.ready == pytest.approx(most(mode, "peak"), rel=0.25)
+    assert last.sent_task == pytest.approx(most("consolidate", "swapped"), rel=0.05)
+    assert ranks.BATCHES * last.sent_batch == pytest.approx(most("consolidate", "reduced"), rel=0.05)
 
 
 @pytest.mark.slow
