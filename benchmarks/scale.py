@@ -105,8 +105,8 @@ def memory() -> list[Line]:
         "kronecker, sides to 4,096": {"max_side": 4096},
         f"kronecker, sides to {SIDES:,}": {"max_side": SIDES},
         "kronecker, every side": {"max_side": EVERY_SIDE},
-        "the same, bfloat16 at rest": {"max_side": EVERY_SIDE, "at_rest": "bfloat16"},
-        "the same, with the vocabulary": {"max_side": EVERY_SIDE, "at_rest": "bfloat16", "vocabulary": True},
+        "the same, bases in float16 at rest": {"max_side": EVERY_SIDE, "at_rest": "float16"},
+        "the same, with the vocabulary": {"max_side": EVERY_SIDE, "at_rest": "float16", "vocabulary": True},
     }
     lines: list[Line] = [("model", "memory", "in all", *(f"fullest of {ranks}" for ranks in RANKS))]
     for name in MODELS:

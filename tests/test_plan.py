@@ -123,14 +123,12 @@ def test_half_precision_weights_are_kept_in_single() -> None:
     assert sum(row.trained for row in planned.rows) == 2 * sum(p.numel() for p in model.parameters())
 
 
-def test_at_rest_bases_and_eigenvalues_take_two_bytes() -> None:
-    model, memory, _ = remembered("llama", 1)
-    expected = 0
-    for held in memory.posterior.held.values():
-        for name, tensor in {"mean": held.mean, **held.precision.tensors()}.items():
-            resting = name in ("eigenvalues", "inputs.vectors", "outputs.vectors")
-            expected += tensor.numel() * (2 if resting else 4)
-    assert plan(model, tasks=1, at_rest="bfloat16").nbytes == expected < memory.nbytes
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_bases_at_rest_take_two_bytes(dtype: str) -> None:
+    model, x, y = networks.build("transformer")
+    memory = limpet.OnlineLaplace(model.float(), at_rest=dtype)
+    memory.consolidate([(x.float(), y)], progress=False)
+    assert plan(model, tasks=1, at_rest=dtype).nbytes == memory.nbytes < plan(model, tasks=1).nbytes
 
 
 def long_and_short() -> nn.Module:
@@ -395,7 +393,7 @@ def test_wrong_input_names_the_mend() -> None:
         plan(big, structure="diag")
     with pytest.raises(ValueError, match="mode must be one of"):
         plan(big, mode="newton")
-    with pytest.raises(ValueError, match="at_rest must be one of None, bfloat16, not 'int8'"):
+    with pytest.raises(ValueError, match="at_rest must be one of None, bfloat16, float16, not 'int8'"):
         plan(big, at_rest="int8")
     with pytest.raises(ValueError, match="ranks must be a whole number >= 1"):
         plan(big, ranks=0)

@@ -259,7 +259,7 @@ def plan_command(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens (or examples) of a training step, all ranks.")] = 4096,
     rank: Annotated[int | None, typer.Option(min=1, help="Train by LoRA adapters of this rank.")] = None,
     max_side: Annotated[int | None, typer.Option(min=1, help="The longest side that keeps a dense factor.")] = None,
-    at_rest: Annotated[str | None, typer.Option(help="bfloat16: bases and eigenvalues in two bytes.")] = None,
+    at_rest: Annotated[str | None, typer.Option(help="float16 or bfloat16: bases in two bytes.")] = None,
     auto_strength: Annotated[bool, typer.Option("--auto-strength", help="Tasks of different strengths.")] = False,
     exclude: Annotated[list[str], typer.Option(help="Leave these out, as exclude=[...] does. Repeatable.")] = [],  # noqa: B006
 ) -> None:

@@ -318,6 +318,6 @@ class Counting:
         """Bytes of the precision, but for the terms of a growing sum."""
         at_rest = width if self.at_rest is None else getattr(torch, self.at_rest).itemsize
         return sum(
-            numbers * (at_rest if name.endswith(".vectors") or "eigenvalues" in name else width)
+            numbers * (at_rest if name.endswith(".vectors") else width)
             for name, numbers in outline.kept(tasks, self.auto_strength).items()
         )

@@ -52,10 +52,11 @@ from limpet.methods.checks import check_model, excluded_names
 from limpet.methods.memory import MAX_SIDE
 from limpet.parallel.owners import share
 from limpet.precision import STRUCTURES
+from limpet.precision.rest import DTYPES
 from limpet.report import aligned
 
 MODES = ("gradient", "proximal")
-AT_REST = (None, "bfloat16")
+AT_REST = (None, *DTYPES)
 
 
 class Load(NamedTuple):
@@ -226,7 +227,7 @@ def plan(
 
     `tokens` are the examples (times positions) of one step on all ranks together. With `rank`, every linear layer but
     the head trains through low-rank adapters of that rank; a model that has adapters is planned with its own. With
-    at_rest="bfloat16" bases and eigenvalues take two bytes a number, and all else what it takes. With `auto_strength`
+    at_rest="float16" (or "bfloat16") bases take two bytes a number, and all else what it takes. With `auto_strength`
     tasks have different strengths, as strength="auto" finds them. What only a pass can find out is not foreseen: layers
     that are used in a way that their hooks do not see become diagonals.
 
