@@ -242,6 +242,7 @@ def test_proximal_steps_are_refused_with_a_word() -> None:
         memory.protect(optimizer, examples=10, mode="proximal").__enter__()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "dense"])
 def test_a_budget_is_kept_by_adapters(structure: str) -> None:
     model, memory, x, y = memory_of(structure)

@@ -142,6 +142,7 @@ def test_what_is_wrong_is_said_in_one_line(published: Path, tmp_path: Path, word
     assert process.returncode == 2 and told in text.replace("\n", " ") and "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_texts_come_from_files_folders_and_columns(published: Path) -> None:
     assert len(list(language.texts(str(published / "three.csv")))) == 19
     in_folder = list(language.texts(str(published)))

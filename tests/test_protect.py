@@ -114,6 +114,7 @@ def test_gradient_training_reaches_the_minimiser_where_it_is_stable(structure: s
     close(flat(model), target, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strength", [1e2, 1e4, 1e6])
 @pytest.mark.parametrize("every", [1, 4, 16])
 def test_stiff_penalties_diverge_in_gradient_mode_and_not_in_proximal_mode(strength: float, every: int) -> None:

@@ -326,6 +326,7 @@ print((peak - base) * 1024 / size)
 """
 
 
+@pytest.mark.slow
 def test_loading_takes_at_most_twice_the_file(tmp_path: Path) -> None:
     model = nn.Linear(2000, 2000)
     memory = limpet.OnlineLaplace(model)
