@@ -186,7 +186,7 @@ def consolidate_command(
     limpet consolidate --model HuggingFaceTB/SmolLM2-135M-Instruct --data speeches.txt -o memory.safetensors
 
     Called again after it was stopped, it goes on where it was. Beside the file it writes a section for the model card.
-    On many processes (torchrun --nproc-per-node 8 -m limpet consolidate ...) each reads its part of the text.
+    On many processes (torchrun --nproc-per-node 8 -m limpet.cli consolidate ...) each reads its part of the text.
     """
     from limpet import hub, language, parallel
 
