@@ -40,7 +40,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-def tested(name: str) -> str:
+def marked(name: str) -> str:
     """The one block of the README that is marked so."""
     (code,) = re.findall(rf"<!-- tested: {name} -->\n```python\n(.*?)```", README.read_text(), flags=re.S)
     return str(code)
@@ -68,7 +68,7 @@ def test_the_first_lines_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
 
-    code = tested("loop")
+    code = marked("loop")
     assert len([line for line in code.splitlines() if line]) <= 10
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -81,7 +81,7 @@ def test_the_first_lines_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 def test_the_lines_for_many_processes_run(tmp_path: Path) -> None:
-    (tmp_path / "lines.py").write_text(PROCESSES.format(code=tested("processes")))
+    (tmp_path / "lines.py").write_text(PROCESSES.format(code=marked("processes")))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "lines.py"]
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     run = subprocess.run(launcher, cwd=tmp_path, env=settings, capture_output=True, text=True, check=False, timeout=300)
@@ -125,7 +125,7 @@ def test_the_lines_for_language_models_run(tmp_path: Path, monkeypatch: pytest.M
 
     from language_models import llama
 
-    code = tested("language")
+    code = marked("language")
     assert len([line for line in code.splitlines() if line and "import" not in line]) <= 10
     monkeypatch.chdir(tmp_path)
     model = llama(initializer_range=0.5)

@@ -91,22 +91,20 @@ def test_what_is_shown_is_that_of_the_project(site: Path) -> None:
 
 def test_links_on_the_site_are_those_of_the_project() -> None:
     pytest.importorskip("latex2mathml")
-    from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import File, Files
 
-    hooks, config = module("hooks"), MkDocsConfig()
-    config.load_dict({"site_name": "x", "docs_dir": str(DOCS), "site_dir": "site", "use_directory_urls": False})
-    names = ["decisions/0008-measured-rise.md", "index.md", "scale.md"]
-    here = File.generated(config, "results/a/README.md", abs_src_path=str(ROOT / "results" / "a" / "README.md"))
+    hooks = module("hooks")
+    here = File("results/a/README.md", str(ROOT), "site", False)
+    names = ["decisions/0008-measured-rise.md", "index.md", "tutorials/strength.md"]
     files = Files([*(File(name, str(DOCS), "site", False) for name in names), here])
     text = (
         "[d](../../docs/decisions/0008-measured-rise.md#x) [front](../../README.md) `[no](../../LICENSE)` "
-        "[licence](../../LICENSE) [page](https://example.org/a) [no](nowhere.md)"
+        "[t](../../docs/tutorials/strength.py) [licence](../../LICENSE) [page](https://example.org/a) [no](nowhere.md)"
     )
     found = "".join(hooks._outside_code(text, lambda part: hooks.LINK.sub(lambda m: hooks._link(m, here, files), part)))
     assert found == (
         "[d](../../decisions/0008-measured-rise.md#x) [front](../../index.md) `[no](../../LICENSE)` "
-        "licence [page](https://example.org/a) [no](nowhere.md)"
+        "[t](../../tutorials/strength.md) licence [page](https://example.org/a) [no](nowhere.md)"
     )
 
 
