@@ -79,6 +79,7 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
 def test_what_is_shown_is_that_of_the_project(site: Path) -> None:
     formulas = (site / "how-it-works.html").read_text()
     assert formulas.count("<math") > 40 and "arithmatex" not in formulas and "merror" not in formulas
+    assert not re.search(r"<m\w+[^>]*>\\[a-z]", formulas)  # a word that was not understood
     commands = (site / "command-line.html").read_text()
     assert all(f'id="limpet-{name}"' in commands for name in ("run", "sweep", "report", "consolidate", "plan", "list"))
     assert "--checkpoint-seconds" in commands

@@ -16,4 +16,8 @@ class Doctests(Extension):
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Called for everything that has a docstring."""
         if obj.docstring is not None:
-            obj.docstring.value = EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", obj.docstring.value)
+            obj.docstring.value = EXAMPLE.sub(_fenced, obj.docstring.value)
+
+
+def _fenced(example: re.Match[str]) -> str:
+    return "```pycon\n{}\n```".format(example[0].replace("<BLANKLINE>", ""))
