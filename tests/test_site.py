@@ -84,6 +84,7 @@ def test_what_is_shown_is_that_of_the_project(site: Path) -> None:
     assert all(f'id="limpet-{name}"' in commands for name in ("run", "sweep", "report", "consolidate", "plan", "list"))
     assert "--checkpoint-seconds" in commands
     methods = (site / "api" / "methods.html").read_text()
+    assert "<strong>Budget</strong>" in methods  # what the README says of the words
     assert 'id="limpet.Memory.protect"' in methods and "&gt;&gt;&gt; " in methods
     assert "90.97" in (site / "results" / "permuted-mnist-50" / "index.html").read_text()
     assert (site / "results" / "permuted-mnist-50" / "accuracy.png").is_file()
