@@ -1,8 +1,13 @@
-"""The lines of the README that need a model: run as they stand, on a small one."""
+"""The README: its lines run as they stand, on small models; its commands are such; its numbers are those of results."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +16,106 @@ import torch
 
 import limpet
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PROCESSES = """
+import torch, limpet
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+import torch.distributed.checkpoint
+
+def fit(model, optimizer, loader):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+loader = [(torch.randn(20, 5), torch.randint(0, 3, (20,)))]
+new_loader = [(torch.randn(20, 5), torch.randint(0, 3, (20,))) for _ in range(5)]
+{code}
+print(f"{{memory.tasks}} tasks, {{memory.examples}} examples, forecast {{float(memory.forecast()):.6f}}", flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+def marked(name: str) -> str:
+    """The one block of the README that is marked so."""
+    (code,) = re.findall(rf"<!-- tested: {name} -->\n```python\n(.*?)```", README.read_text(), flags=re.S)
+    return str(code)
+
+
+def test_every_block_is_run_by_something() -> None:
+    blocks = re.findall(r"(<!-- tested: \w+ -->\n)?```(\w+)\n(.*?)```", README.read_text(), flags=re.S)
+    assert len(blocks) >= 6
+    for mark, language, code in blocks:
+        assert mark or (language == "python" and code.startswith(">>> ")) or language == "bash"
+
+
+def test_the_first_lines_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Task:
+        def __init__(self, seed: int) -> None:
+            x, y = torch.randn(40, 5), torch.randint(0, 3, (40,))
+            self.loader = list(zip(x.split(10), y.split(10), strict=True))
+
+        def __len__(self) -> int:
+            return 40
+
+    def fit(model: torch.nn.Module, optimizer: torch.optim.Optimizer, task: Task) -> None:
+        for x, y in task.loader:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    code = marked("loop")
+    assert len([line for line in code.splitlines() if line]) <= 10
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exec(code, {"model": model, "optimizer": optimizer, "tasks": [Task(seed) for seed in range(3)], "fit": fit})
+    again = limpet.load(tmp_path / "memory.safetensors", model)
+    assert (again.tasks, again.examples, again.strength) == (3, 120, 3.0)
+
+
+@pytest.mark.slow
+def test_the_lines_for_many_processes_run(tmp_path: Path) -> None:
+    (tmp_path / "lines.py").write_text(PROCESSES.format(code=marked("processes")))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "lines.py"]
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    run = subprocess.run(launcher, cwd=tmp_path, env=settings, capture_output=True, text=True, check=False, timeout=300)
+    assert run.returncode == 0, run.stderr
+    said = re.findall(r"(\d+) tasks, (\d+) examples, forecast (0\.\d+)", run.stdout)
+    assert len(said) == 2 and said[0] == said[1] and said[0][:2] == ("1", "40") and float(said[0][2]) > 0
+
+
+def test_commands_are_such() -> None:
+    typer = pytest.importorskip("typer")
+    pytest.importorskip("rich")
+    from limpet.cli import app
+
+    commands = typer.main.get_command(app).commands
+    lines = [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", README.read_text(), flags=re.S)
+        for line in block.splitlines()
+    ]
+    found = [shlex.split(line, comments=True) for line in lines if line.startswith("limpet ")]
+    assert {words[1] for words in found} >= {"run", "sweep", "report", "consolidate"}
+    for _, name, *arguments in found:
+        commands[name].make_context(name, arguments)  # an option that is not there raises
+
+
+def test_the_numbers_are_those_of_the_results() -> None:
+    summary = json.loads((ROOT / "results" / "summary.json").read_text())
+    rows = re.findall(r"^\| \[[^]]+\]\(results/([\w-]+)/README.md\)[^|]*\| (.*) \|$", README.read_text(), flags=re.M)
+    assert [name for name, _ in rows] == ["permuted-mnist-10", "permuted-mnist-50", "disjoint-mnist", "vision"]
+    labels = ["fine-tuning", "online-laplace/diagonal", "online-laplace/kronecker", "joint"]
+    for name, cells in rows:
+        found = {label: summary[name][label]["mean"] for label in labels if label in summary[name]}
+        shown = [float(cell) for cell in cells.split("|") if cell.strip()]
+        assert shown == [round(found[label], 1) for label in labels if label in found], name
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -21,7 +125,7 @@ def test_the_lines_for_language_models_run(tmp_path: Path, monkeypatch: pytest.M
 
     from language_models import llama
 
-    (code,) = re.findall(r"<!-- tested: language -->\n```python\n(.*?)```", README.read_text(), flags=re.S)
+    code = marked("language")
     assert len([line for line in code.splitlines() if line and "import" not in line]) <= 10
     monkeypatch.chdir(tmp_path)
     model = llama(initializer_range=0.5)

@@ -1,0 +1,114 @@
+"""Five tasks in a training loop of your own: three more lines keep the first ones.
+
+python docs/tutorials/own_loop.py
+"""
+
+# %% [markdown]
+# # Your own loop
+#
+# Somebody has a PyTorch loop that works, and tasks that come one after another. After each task its data are gone. We
+# add three lines, see what they keep, and look into what was kept.
+#
+# First the tasks: ten classes each, a blob for every class, in places of the task's own.
+
+# %%
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import limpet
+
+
+def blobs(seed: int, n: int = 1000) -> TensorDataset:
+    """One task."""
+    g = torch.Generator().manual_seed(seed)
+    centres, y = torch.randn(10, 50, generator=g), torch.randint(0, 10, (n,), generator=g)
+    return TensorDataset(centres[y] + torch.randn(n, 50, generator=g), y)
+
+
+tasks = [blobs(seed) for seed in range(5)]
+
+# %% [markdown]
+# Then the loop, as you have one. Nothing in it knows of limpet.
+
+
+# %%
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader, epochs: int = 5) -> None:
+    """Train on one task."""
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+
+def accuracy(model: nn.Module, task: TensorDataset) -> float:
+    """In percent."""
+    x, y = task.tensors
+    return 100 * float((model(x).argmax(1) == y).float().mean())
+
+
+# %% [markdown]
+# And all tasks, one after another. The three lines are numbered.
+#
+# 1. A memory is made of the model. `strength` is how hard it holds; at 0 this is plain training. The network starts
+#    from scratch, so there is no prior to hold on to: `prior_precision=0.0`.
+# 2. Inside `protect` every `optimizer.step()` also holds fast. `examples` is the number of examples of the new task,
+#    not of batches and not times epochs: the penalty is divided by it, because the loss is a mean over examples.
+# 3. `consolidate` reads the task once and takes it in. Do this while you have its data.
+
+
+# %%
+def learn(strength: float) -> tuple[nn.Module, limpet.OnlineLaplace]:
+    """All tasks in their order."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(50, 200), nn.ReLU(), nn.Linear(200, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    memory = limpet.OnlineLaplace(model, strength=strength, prior_precision=0.0)  # 1
+    for task in tasks:
+        loader = DataLoader(task, batch_size=50, shuffle=True)
+        with memory.protect(optimizer, examples=len(task)):  # 2
+            fit(model, optimizer, loader)
+        memory.consolidate(loader, progress=False)  # 3
+    return model, memory
+
+
+for name, strength in (("without a memory", 0.0), ("with a memory", 30.0)):
+    model, memory = learn(strength)
+    kept = [accuracy(model, task) for task in tasks]
+    print(f"{name}: first task {kept[0]:.1f} %, mean of five {sum(kept) / len(kept):.1f} %")
+
+# %% [markdown]
+# What is in the memory? The report lists every parameter, whether it is held, and why not where it is not.
+
+# %%
+print(memory.report())
+
+# %% [markdown]
+# It can be kept in a file, and the file beside the weights. Whoever has both goes on from there, without any of the
+# data. The file is safetensors: loading it runs no code.
+
+# %%
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder) / "memory.safetensors"
+    memory.save(path)
+    again = limpet.load(path, model)
+    print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB, {again.tasks} tasks, {again.examples} examples")
+
+# %% [markdown]
+# While the next task trains, the memory says how much of the old ones is being lost, in nats per example. Nothing
+# looks at old data for that.
+
+# %%
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+with memory.protect(optimizer, examples=1000):
+    fit(model, optimizer, DataLoader(blobs(5), batch_size=50, shuffle=True), epochs=1)
+    print(f"after one epoch of a sixth task: {memory.forecast()}")
+
+# %% [markdown]
+# Other optimizers work the same way (Adam and its kin get the gradient of the penalty instead of a proximal step),
+# and so do closures, gradient scaling, clipping and schedulers. How to find a strength is the subject of [another
+# tutorial](strength.py).
