@@ -1,11 +1,12 @@
-"""A sentence encoder learns three questions about texts, one after another, with one head: what is left of the first?
+"""A sentence encoder learns three questions about texts, one after another: what is left of the first?
 
-    python benchmarks/sentences.py --model M --reviews R.csv         # a few minutes
+    python benchmarks/sentences.py --model M --reviews R.csv         # every run that is not there yet
     python benchmarks/sentences.py --draw                            # the table, from what was kept
 
-Is a long review (IMDB) a good one? Is a short one (Rotten Tomatoes)? Are the words of a text in their order? The whole
-network but its embeddings trains, by AdamW, with nothing held and with a memory whose strength is "auto". M is a folder
-or a name on the hub; R has the columns text, label and source ("imdb" or "rotten_tomatoes").
+Is a long review (IMDB) a good one? Is a short one (Rotten Tomatoes)? Are the words of a text in their order? Each
+question has two outputs of its own, and the whole network but its embeddings trains, by AdamW: with nothing held, and
+with a memory at several strengths. A run is kept when it ends, so a command that was stopped goes on with the next one.
+M is a folder or a name on the hub; R has the columns text, label and source ("imdb" or "rotten_tomatoes").
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,18 +31,25 @@ import limpet
 
 RESULTS = Path(__file__).parents[1] / "results" / "sentences"
 TASKS = ("imdb", "rotten_tomatoes", "order of words")
-LENGTH, BATCH, LR = 48, 16, 5e-5
+RUNS: dict[str, float | str | None] = {  # name: how strongly the memory holds
+    "plain": None,
+    'strength "auto"': "auto",
+    "strength 300": 300.0,
+    "strength 1000": 1000.0,
+}
+LENGTH, BATCH, LR = 48, 16, 1e-4
+MEASURED = 400  # examples of a task that its curvature is measured on
 Batch = dict[str, Tensor]
 
 
-def texts(path: Path, count: int) -> dict[str, list[tuple[str, int]]]:
+def texts(path: Path, count: int, seed: int) -> dict[str, list[tuple[str, int]]]:
     """So many texts of every task, half of them of each label."""
     csv.field_size_limit(sys.maxsize)
     found: dict[tuple[str, int], list[str]] = {}
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             found.setdefault((row["source"], int(row["label"])), []).append(row["text"].replace("<br />", " "))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     tasks: dict[str, list[tuple[str, int]]] = {}
     for source in TASKS[:2]:
         both = [found[source, label] for label in (0, 1)]
@@ -49,21 +58,32 @@ def texts(path: Path, count: int) -> dict[str, list[tuple[str, int]]]:
     shuffled = []
     for number, (text, _) in enumerate(tasks["rotten_tomatoes"]):
         words = text.split()
-        order = torch.randperm(len(words), generator=generator).tolist() if number % 2 else range(len(words))
-        shuffled.append((" ".join(words[i] for i in order), number % 2))
+        label = number // 2 % 2  # bad and good texts come in turns, and as many of both are to be shuffled
+        order = torch.randperm(len(words), generator=generator).tolist() if label else range(len(words))
+        shuffled.append((" ".join(words[i] for i in order), label))
     tasks[TASKS[2]] = shuffled
     return tasks
 
 
 class Experiment:
-    """The encoder with one head, and the three tasks as batches."""
+    """The encoder, and the tasks as batches. `blocks` of the encoder train, the last ones; all where it is None."""
 
-    def __init__(self, model: str, reviews: Path, train: int, test: int) -> None:
-        self.source = model
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    def __init__(
+        self,
+        model: str,
+        reviews: Path,
+        train: int,
+        test: int,
+        *,
+        tasks: tuple[str, ...] = TASKS,
+        blocks: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.source, self.tasks, self.blocks, self.seed = model, tasks, blocks, seed
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(model, truncation_side="left")
         self.train: dict[str, list[Batch]] = {}
         self.test: dict[str, list[Batch]] = {}
-        for name, pairs in texts(reviews, train + test).items():
+        for name, pairs in texts(reviews, train + test, seed).items():
             self.train[name], self.test[name] = self._batches(pairs[test:]), self._batches(pairs[:test])
         self.examples = train
 
@@ -77,70 +97,108 @@ class Experiment:
             batches.append({**told, "labels": torch.tensor([label for _, label in some])})
         return batches
 
-    def run(self, held: bool, epochs: int) -> dict[str, Any]:
-        """The accuracy on every task after each one."""
-        torch.manual_seed(0)
-        model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(self.source, num_labels=2)
+    def fresh(self) -> Any:
+        """The encoder as it was published, with two new outputs for every task."""
+        torch.manual_seed(self.seed)
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(self.source, num_labels=2 * len(TASKS))
         model.base_model.embeddings.requires_grad_(False)
-        memory = limpet.OnlineLaplace(model, strength="auto", prior_precision=1e-3, prior_mean="initial")
-        matrix, begin = [], time.perf_counter()
-        for name in TASKS:
-            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=0.0)
-            with memory.protect(optimizer, examples=self.examples) if held else nullcontext():
-                self._fit(model, optimizer, self.train[name], epochs)
-            if held:
-                memory.consolidate(self.train[name], limit=min(self.examples, 400), examples=self.examples)
-            matrix.append([self._accuracy(model, self.test[other]) for other in TASKS])
-            print(f"{'held' if held else 'plain'}, after {name}: {matrix[-1]}", flush=True)
-        return {"accuracy": matrix, "seconds": round(time.perf_counter() - begin)}
+        if self.blocks is not None:
+            model.base_model.encoder.layer[: -self.blocks].requires_grad_(False)
+        return model
 
-    def _fit(self, model: Any, optimizer: Any, batches: list[Batch], epochs: int) -> None:
+    def run(self, strength: float | str | None, epochs: int) -> dict[str, Any]:
+        """The accuracy on every task after each one, learned with a memory of this strength or with none."""
+        model, memory = self.fresh(), None
+        if strength is not None:
+            memory = limpet.OnlineLaplace(model, strength=strength, prior_precision=1e-3, prior_mean="initial")
+        matrix, begin = [], time.perf_counter()
+        for name in self.tasks:
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=0.0)
+            with nullcontext() if memory is None else memory.protect(optimizer, examples=self.examples, every=4):
+                self._fit(model, optimizer, name, epochs)
+            matrix.append([self._accuracy(model, other) for other in self.tasks])
+            print(f"strength {strength}, after {name}: {matrix[-1]}", flush=True)
+            if memory is not None and name != self.tasks[-1]:
+                limit = min(self.examples, MEASURED)
+                memory.consolidate(self.train[name], limit=limit, examples=self.examples, forward=answers(name))
+        strengths = [task.curve.strength for task in memory.history.tasks] if memory and strength == "auto" else []
+        return {"accuracy": matrix, "strengths": strengths, "seconds": round(time.perf_counter() - begin)}
+
+    def _fit(self, model: Any, optimizer: Any, name: str, epochs: int) -> None:
         model.train()
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(self.seed)
+        batches = self.train[name]
         steps = epochs * len(batches)
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
         for _ in range(epochs):
             for i in torch.randperm(len(batches), generator=generator).tolist():
                 optimizer.zero_grad()
-                inputs = {key: value for key, value in batches[i].items() if key != "labels"}
-                torch.autograd.backward(F.cross_entropy(model(**inputs).logits, batches[i]["labels"]))
+                torch.autograd.backward(F.cross_entropy(outputs(model, batches[i], name), batches[i]["labels"]))
                 optimizer.step()
                 rate.step()
 
     @torch.no_grad()
-    def _accuracy(self, model: Any, batches: list[Batch]) -> float:
+    def _accuracy(self, model: Any, name: str) -> float:
         model.eval()
         right = total = 0
-        for batch in batches:
-            inputs = {key: value for key, value in batch.items() if key != "labels"}
-            right += int((model(**inputs).logits.argmax(1) == batch["labels"]).sum())
+        for batch in self.test[name]:
+            right += int((outputs(model, batch, name).argmax(1) == batch["labels"]).sum())
             total += len(batch["labels"])
         return round(100 * right / total, 2)
+
+
+def outputs(model: Any, batch: Batch, name: str) -> Tensor:
+    """The two outputs of a task."""
+    first = 2 * TASKS.index(name)
+    logits: Tensor = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+    return logits[:, first : first + 2]
+
+
+def answers(name: str) -> Callable[[Any, Batch], tuple[Tensor, Tensor]]:
+    """What a memory asks of a batch: the outputs of a task, and the labels."""
+    return lambda model, batch: (outputs(model, batch, name), batch["labels"])
+
+
+def table(runs: dict[str, Any]) -> str:
+    """The accuracy after all tasks, and in brackets when the task had just been learned."""
+    lines = [f"| run | {' | '.join(TASKS)} | mean | seconds |", f"|{' --- |' * (len(TASKS) + 3)}"]
+    for name, run in runs.items():
+        matrix = run["accuracy"]
+        shown = " | ".join(f"{last:.1f} ({matrix[i][i]:.1f})" for i, last in enumerate(matrix[-1]))
+        lines.append(f"| {name} | {shown} | {sum(matrix[-1]) / len(TASKS):.1f} | {run['seconds']} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
     parser.add_argument("--reviews", type=Path)
-    parser.add_argument("--train", type=int, default=2000)
-    parser.add_argument("--test", type=int, default=500)
+    parser.add_argument("--train", type=int, default=800)
+    parser.add_argument("--test", type=int, default=400)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--only", nargs="+", choices=list(RUNS), help="these runs")
+    parser.add_argument("--out", type=Path, default=RESULTS / "runs.json")
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     options = parser.parse_args()
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / "runs.json"
+    torch.set_num_threads(options.threads)
+    path: Path = options.out
+    record = json.loads(path.read_text()) if path.exists() else {"runs": {}}
     if not options.draw:
-        experiment = Experiment(options.model, options.reviews, options.train, options.test)
-        runs = {name: experiment.run(name == "held", options.epochs) for name in ("plain", "held")}
+        setting = {name: getattr(options, name) for name in ("train", "test", "epochs", "seed")}
+        if record["runs"] and any(record[name] != value for name, value in setting.items()):
+            parser.error(f"{path} has runs of other sizes: name another file with --out, or remove it")
         versions = {"limpet": limpet.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        sizes = {"train": options.train, "test": options.test, "epochs": options.epochs}
-        path.write_text(json.dumps({"versions": versions, **sizes, "runs": runs}, indent=1) + "\n")
-    record = json.loads(path.read_text())
-    print(f"| after all three | {' | '.join(TASKS)} | mean | seconds |\n|{' --- |' * (len(TASKS) + 3)}")
-    for name, run in record["runs"].items():
-        last = run["accuracy"][-1]
-        shown = " | ".join(f"{value:.1f}" for value in (*last, sum(last) / len(last)))
-        print(f"| {name} | {shown} | {run['seconds']} |")
+        versions |= {"transformers": transformers.__version__}
+        record = {"versions": versions, **setting, "runs": record["runs"]}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        experiment = Experiment(options.model, options.reviews, options.train, options.test, seed=options.seed)
+        for name in options.only or RUNS:
+            if name not in record["runs"]:
+                record["runs"][name] = experiment.run(RUNS[name], options.epochs)
+                path.write_text(json.dumps(record, indent=1) + "\n")
+    print(table(record["runs"]))
 
 
 if __name__ == "__main__":
