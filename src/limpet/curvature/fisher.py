@@ -215,12 +215,11 @@ class FisherPass:
         for number, batch in enumerate(batches):
             if number % size == rank:
                 self.first.add(number // size, batch)
-            if number in self.again:
+            mine = number in self.again
+            if number not in self.before:
+                mine, turn = turn % size == rank, turn + 1
+            if mine and number not in self.done:
                 yield number, batch
-            elif number not in self.before:
-                if turn % size == rank:
-                    yield number, batch
-                turn += 1
             if number + 1 >= len(self.before) and limit is not None and self.seen >= limit:
                 return
 
