@@ -108,6 +108,18 @@ def test_a_memory_kept_on_four_ranks_is_the_same_on_two_and_on_one(tmp_path: Pat
         dcp.load({"memory": limpet.PerTaskLaplace(model)}, checkpoint_id=tmp_path / "now", no_dist=True)
 
 
+def restarted_by_torchrun(ranks: int, *words: str) -> None:
+    """Let torchrun start the ranks again after a kill; by hand where gloo could not connect them in any restart."""
+    for _ in range(3):
+        try:
+            torchrun(ranks, *words, restarts=3)
+            return
+        except AssertionError as failed:
+            if "connectFullMesh failed" not in str(failed):
+                raise
+    pytest.fail("gloo could not connect the ranks in twelve attempts")
+
+
 def same_memory(one: Path, other: Path, tolerance: float) -> None:
     model, _, _ = networks.build("transformer")
     a, b = (limpet.load(path, model) for path in (one, other))
@@ -124,7 +136,7 @@ def test_a_pass_goes_on_after_a_kill_on_as_many_ranks_and_on_others(kind: str, t
     for folder in (whole, restarted):
         folder.mkdir()
     many_ranks.stoppable(whole, kind, "nobody", 0, 1)
-    torchrun(2, "stoppable", str(restarted), kind, "one", restarts=3)
+    restarted_by_torchrun(2, "stoppable", str(restarted), kind, "one")
     assert (restarted / "killed").exists() and not list(restarted.glob("pass*"))
     same_memory(whole / "memory.safetensors", restarted / "memory.safetensors", 1e-6)
     for before, after in ((4, 2), (2, 4), (2, 1)):
