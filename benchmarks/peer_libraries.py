@@ -118,8 +118,7 @@ def written_out(term: Term) -> Tensor:
         return term.diagonal.flatten().diag()
     if not isinstance(term, KroneckerTerm):
         return term.matrix
-    q = torch.diag_embed(term.inputs) if term.inputs_diagonal else term.inputs
-    h = torch.diag_embed(term.outputs) if term.outputs_diagonal else term.outputs
+    q, h = term.factors()
     if q.dim() == 2:
         return torch.kron(h, q)
     return diagonal([torch.kron(h_group, q_group) for h_group, q_group in zip(h, q, strict=True)])

@@ -175,7 +175,7 @@ class Transformer(nn.Module):
         return found
 
 
-EXAMPLES, LENGTH, BATCH = 3072, 32, 64
+EXAMPLES, LENGTH, BATCH = 4096, 32, 64
 
 
 def speed(rounds: int) -> dict[str, Any]:

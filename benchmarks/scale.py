@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -24,7 +25,9 @@ import torch
 import transformers
 from torch import nn
 
-from limpet.plan import Plan, in_bytes, percent, plan
+from limpet.methods.memory import MAX_SIDE
+from limpet.plan import Load, Plan, in_bytes, percent, plan
+from ranks import BATCHES, EVERY, RESULTS, TASKS, deep
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "scale.md"
@@ -37,7 +40,7 @@ PASS = 20_000
 
 LORA = 16
 NOT_THERE = "–"  # noqa: RUF001
-SIDES = 8192
+LONGER = 8192
 EVERY_SIDE = 28_672  # but those of vocabularies
 VOCABULARY = ("model.embed_tokens", "lm_head")
 MODELS: dict[str, dict[str, Any]] = {
@@ -102,11 +105,11 @@ def memory() -> list[Line]:
     """Bytes of the memory, in all and on the fullest rank."""
     settings: dict[str, dict[str, Any]] = {
         "diagonal": {"structure": "diagonal"},
-        "kronecker, sides to 4,096": {"max_side": 4096},
-        f"kronecker, sides to {SIDES:,}": {"max_side": SIDES},
-        "kronecker, every side": {"max_side": EVERY_SIDE},
-        "the same, bases in float16 at rest": {"max_side": EVERY_SIDE, "at_rest": "float16"},
-        "the same, with the vocabulary": {"max_side": EVERY_SIDE, "at_rest": "float16", "vocabulary": True},
+        f"kronecker, pieces to {MAX_SIDE:,}": {},
+        "the same, bases in float16 at rest": {"at_rest": "float16"},
+        "the same, with the vocabulary": {"at_rest": "float16", "vocabulary": True},
+        f"kronecker, pieces to {LONGER:,}": {"max_side": LONGER},
+        "kronecker, every side whole": {"max_side": EVERY_SIDE},
     }
     lines: list[Line] = [("model", "memory", "in all", *(f"fullest of {ranks}" for ranks in RANKS))]
     for name in MODELS:
@@ -140,7 +143,7 @@ def step() -> list[Line]:
     ]
     for name in MODELS:
         for number, (what, options) in enumerate(WAYS.items()):
-            plans = [planned(name, max_side=SIDES, **options).on(ranks) for ranks in (1, *RANKS)]
+            plans = [planned(name, **options).on(ranks) for ranks in (1, *RANKS)]
             cells = [percent(found.share_of_step(found.replicated)) for found in plans]
             cells += [
                 NOT_THERE if found.adapters else percent(found.share_of_step(found.sharded)) for found in plans[1:]
@@ -153,7 +156,7 @@ def sent() -> list[Line]:
     """Bytes that a rank sends where the memory is sharded."""
     lines: list[Line] = [("model", "in", *(f"fullest of {ranks}" for ranks in RANKS))]
     for name in MODELS:
-        one = planned(name, max_side=SIDES)
+        one = planned(name)
         for number, (what, field) in enumerate(
             {"a protected step": "sent_step", "a batch of a pass": "sent_batch"}.items()
         ):
@@ -175,7 +178,7 @@ def consolidate() -> list[Line]:
         )
     ]
     for name in MODELS:
-        one = planned(name, max_side=SIDES)
+        one = planned(name)
         shards = [one.on(ranks) for ranks in RANKS]
         updates = [
             _tokens(one.in_tokens(one.replicated)),
@@ -200,9 +203,7 @@ def stream() -> list[Line]:
         )
     ]
     for tasks in (1, 10, 100, 1000, 10_000):
-        ours, growing = (
-            planned(name, max_side=SIDES, tasks=tasks, structure=s) for s in ("kronecker", "kronecker-sum")
-        )
+        ours, growing = (planned(name, tasks=tasks, structure=s) for s in ("kronecker", "kronecker-sum"))
         once = PASS * _of_the_pass(ours) + ours.in_tokens(ours.replicated)
         steps = (percent(found.share_of_step(found.replicated)) for found in (ours, growing))
         lines.append((f"{tasks:,}", in_bytes(ours.nbytes), in_bytes(growing.nbytes), *steps, _tokens(tasks * once)))
@@ -263,6 +264,44 @@ def measured() -> list[Line]:
     return lines
 
 
+def ranks() -> list[Line]:
+    """What real ranks kept, held and sent at most (results/ranks/costs.json), each with what its plan says."""
+    runs = json.loads((RESULTS / "costs.json").read_text())["runs"]
+    gradient, proximal, seldom = "gradient, every=1", "proximal, every=1", f"proximal, every={EVERY}"
+    told: dict[str, tuple[Callable[[dict[str, Any]], float], Callable[[Load], float] | None]] = {
+        "memory": (lambda one: one["bytes"], lambda load: load.memory),
+        f"peak of a consolidate, task {TASKS}": (lambda one: one["peaks"][-1], lambda load: load.peak),
+        "more while it protects, gradient mode": (lambda one: one[gradient]["peak"], lambda load: load.ready),
+        "sent in a protected step": (lambda one: one[gradient]["sent"], lambda load: load.sent_step),
+        "the same, proximal": (lambda one: one[proximal]["sent"], lambda load: load.sent_step),
+        f"the same, proximal with `every={EVERY}`": (lambda one: one[seldom]["sent"], None),
+        "sent with a batch of a pass": (
+            lambda one: one["consolidate"]["reduced"] / BATCHES,
+            lambda load: load.sent_batch,
+        ),
+        "sent in a consolidate besides": (lambda one: one["consolidate"]["swapped"], lambda load: load.sent_task),
+    }
+    with torch.device("meta"):
+        network = deep()
+    plans = [plan(network, tasks=TASKS, ranks=run["ranks"]) for run in runs]
+    loads = [found.replicated if found.ranks == 1 else found.sharded for found in plans]
+    counts = [f"{run['ranks']} {'rank' if run['ranks'] == 1 else 'ranks'}" for run in runs]
+    lines: list[Line] = [("the fullest rank", *(cell for count in counts for cell in (count, "plan")))]
+    for what, (measured, foreseen) in told.items():
+        cells = []
+        for run, load in zip(runs, loads, strict=True):
+            cells += [in_bytes(max(map(measured, run["each"]))), in_bytes(foreseen(load)) if foreseen else ""]
+        lines.append((what, *cells))
+    return lines
+
+
+def speed() -> list[Line]:
+    """A consolidate on one rank and on two (results/ranks/speed.json)."""
+    found = json.loads((RESULTS / "speed.json").read_text())
+    one, two = (f"{statistics.median(seconds):.2f}" for seconds in found["seconds"].values())
+    return [("", "one rank", "two ranks", "ratio"), ("seconds of a consolidate", one, two, f"{found['ratio']:.2f}")]
+
+
 def _of_the_pass(found: Plan) -> float:
     """The operations of a token in a pass, in those of a token of training.
 
@@ -280,7 +319,7 @@ def _tokens(number: float) -> str:
 
 
 TABLES: dict[str, Callable[[], list[Line]]] = {
-    table.__name__: table for table in (memory, step, sent, consolidate, stream, measured)
+    table.__name__: table for table in (memory, step, sent, consolidate, stream, measured, ranks, speed)
 }
 
 

@@ -39,7 +39,8 @@ def factors(model: Any, rows: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     one = FisherPass(model, discover(model), limpet.Categorical(), Structure("kronecker", 4096), fisher="sampled")
     found = one.run([{"input_ids": part} for part in torch.split(rows, BATCH)])
     terms = {name: term for name, (term,) in found.terms.items() if isinstance(term, KroneckerTerm)}
-    return {name: (term.inputs, term.outputs / found.examples) for name, term in terms.items()}
+    pairs = {name: term.factors() for name, term in terms.items()}
+    return {name: (q, h / found.examples) for name, (q, h) in pairs.items()}
 
 
 def errors(model: Any, rows: Tensor) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ LAYERS: list[tuple[str, list[str]]] = [
     ),
     ("the face", ["methods", "loading", FACE]),
     ("around it", ["language", "inspection", "blueprint", "plan"]),
-    ("on top", ["integrations", "experiments", "cli"]),
+    ("on top", ["integrations", "experiments", "cli", "__main__"]),
 ]
 """From the ground up. A name for which there is no part does no harm."""
 

@@ -121,7 +121,7 @@ def test_own_method_tasks_and_network_then_report(
     code, out, err = limpet(monkeypatch, capsys, "list", "--with", "own.py")
     assert code == 0 and "Learns the first task, then nothing." in out and "Which half-space" in out
     reported = subprocess.run(  # by a process that does not know what own.py brings
-        [sys.executable, "-m", "limpet.cli", "report", "runs", "--out", "results"], capture_output=True, text=True
+        [sys.executable, "-m", "limpet", "report", "runs", "--out", "results"], capture_output=True, text=True
     )
     assert reported.returncode == 0, reported.stderr
     summary = json.loads((tmp_path / "results" / "summary.json").read_text())

@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import networks
-from limpet.curvature import DIRECT, discover
+from limpet.curvature import DIRECT, discover, same_input
+from limpet.curvature.gram import add_gram
 from limpet.errors import CurvatureError, UnsupportedError
 from limpet.likelihoods import Categorical, Gaussian
 from limpet.likelihoods.random import Draws
-from limpet.precision import DenseTerm, DiagonalTerm, KroneckerTerm
+from limpet.precision import BlockDiagonal, DenseTerm, DiagonalTerm, KroneckerTerm, Matrix
+from limpet.precision.block_diagonal import cut
 from networks import NETWORKS, build
 from reference import close, dense_fisher, measure
 
@@ -24,8 +26,7 @@ CATEGORICAL = Categorical()
 def kronecker(term: object) -> Tensor:
     """Q (x) H over W flattened row by row."""
     assert isinstance(term, KroneckerTerm)
-    q = torch.diag_embed(term.inputs) if term.inputs_diagonal else term.inputs
-    h = torch.diag_embed(term.outputs) if term.outputs_diagonal else term.outputs
+    q, h = term.factors()
     if q.dim() == 2:
         return torch.kron(h, q)
     return torch.block_diag(*(torch.kron(h_g, q_g) for h_g, q_g in zip(h, q, strict=True)))
@@ -381,16 +382,40 @@ def test_sums_are_float32_or_better(dtype: torch.dtype, structure: str) -> None:
 
 
 def test_long_sides_keep_a_diagonal_factor() -> None:
-    model, x, y = build("linear")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 18), nn.Tanh(), nn.Linear(18, 2)).double()
+    x, y = torch.randn(6, 9, dtype=torch.float64), torch.randint(0, 2, (6,))
     full = measure(model, [(x, y)], CATEGORICAL, "kronecker")
-    short = measure(model, [(x, y)], CATEGORICAL, "kronecker", max_side=4)
+    short = measure(model, [(x, y)], CATEGORICAL, "kronecker", max_side=1)
     whole, kept = full.terms["0"][0], short.terms["0"][0]
     assert isinstance(kept, KroneckerTerm) and isinstance(whole, KroneckerTerm)
     assert kept.inputs_diagonal and kept.outputs_diagonal
-    close(kept.inputs, whole.inputs.diagonal())
-    close(kept.outputs, whole.outputs.diagonal())
-    last = short.terms["4"][0]
+    (q, h), (whole_q, whole_h) = kept.factors(), whole.factors()
+    close(q, whole_q.diagonal().diag())
+    close(h, whole_h.diagonal().diag())
+    last = short.terms["2"][0]
     assert isinstance(last, KroneckerTerm) and last.inputs_diagonal and not last.outputs_diagonal
+
+
+@pytest.mark.parametrize("max_side", [3, 4, 5])
+@pytest.mark.parametrize("name", ["linear", "conv2d", "conv1d groups"])
+def test_a_side_in_pieces_keeps_what_lies_in_them(name: str, max_side: int) -> None:
+    model, x, y = build(name)
+    full = measure(model, [(x, y)], CATEGORICAL, "kronecker")
+    short = measure(model, [(x, y)], CATEGORICAL, "kronecker", max_side=max_side)
+    in_pieces = 0
+    for block, (whole,) in full.terms.items():
+        (kept,) = short.terms[block]
+        assert isinstance(kept, KroneckerTerm) and isinstance(whole, KroneckerTerm)
+        for side, matrix, true in zip((kept.inputs, kept.outputs), kept.factors(), whole.factors(), strict=True):
+            if isinstance(side, BlockDiagonal):
+                in_pieces += 1
+                assert side.sizes == list(cut(true.shape[-1], max_side)) and max(side.sizes) <= max_side
+                inside = BlockDiagonal(tuple(torch.ones(size, size) for size in side.sizes)).dense().to(true)
+                close(matrix, true * inside)
+            elif not (kept.inputs_diagonal if side is kept.inputs else kept.outputs_diagonal):
+                close(matrix, true)
+    assert in_pieces
 
 
 def test_large_grams_in_strips_equal_the_plain_product() -> None:
@@ -456,3 +481,40 @@ def test_what_cannot_be_measured_is_refused() -> None:
         measure(model, [(x, y)], CATEGORICAL, forward=lambda m, b: (m(b[0]).detach(), b[1]))
     with pytest.raises(CurvatureError, match="no trainable"):
         measure(model.requires_grad_(False), [(x, y)], CATEGORICAL)
+
+
+class ReadTwice(nn.Module):
+    """Two layers with a bias and one without read one tensor, and one more reads a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(6, 4, bias=False)
+        self.part = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.tanh(self.query(x)) * self.key(x) + self.value(x) + self.part(x[..., :3])
+        return mixed.mean(1)
+
+
+@pytest.mark.parametrize("max_side", [4096, 4, 2])
+def test_layers_that_read_the_same_input_have_one_factor_made_for_them(
+    max_side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = ReadTwice().double()
+    x, y = torch.randn(8, 5, 6, dtype=torch.float64), torch.randint(0, 4, (8,))
+    made: list[tuple[int, ...]] = []
+
+    def counted(total: Matrix, rows: Tensor, *, ones: bool, diagonal: bool) -> None:
+        made.append(tuple(rows.shape))
+        add_gram(total, rows, ones=ones, diagonal=diagonal)
+
+    monkeypatch.setattr(same_input, "add_gram", counted)
+    shared = measure(model, [(x, y), (x[:7], y[:7])], CATEGORICAL, "kronecker", fisher="exact", max_side=max_side)
+    # of every batch, once with the column of ones and once without
+    assert made == [(40, 6), (40, 6), (35, 6), (35, 6)]
+    monkeypatch.setattr(same_input, "FEWEST_ROWS", 1000)
+    alone = measure(model, [(x, y), (x[:7], y[:7])], CATEGORICAL, "kronecker", fisher="exact", max_side=max_side)
+    assert len(made) == 4
+    for name, (term,) in shared.terms.items():
+        close(kronecker(term), kronecker(alone.terms[name][0]), 1e-12)

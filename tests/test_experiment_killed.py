@@ -27,7 +27,7 @@ from limpet.experiments.record import RunFolder
 @contextmanager
 def started(*words: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """`limpet ...` as a process of its own; it and all it started end with the block, whatever happens."""
-    command = [sys.executable, "-m", "limpet.cli", *words]
+    command = [sys.executable, "-m", "limpet", *words]
     with (folder / "log.txt").open("ab") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
     try:

@@ -46,7 +46,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def consolidate(published: Path, out: Path, *more: str, **options: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "limpet.cli", "consolidate", "--model", str(published / "model"), "-o", str(out)]
+    command = [sys.executable, "-m", "limpet", "consolidate", "--model", str(published / "model"), "-o", str(out)]
     command += ["--data", str(published / "one.txt"), "--data", str(published / "two.txt"), *more]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
 
@@ -110,7 +110,7 @@ def test_the_command_makes_the_memory_that_a_person_would_and_goes_on_when_kille
 def test_the_command_on_two_processes_makes_the_same_memory(published: Path, tmp_path: Path) -> None:
     sizes = ("--tokens", "400", "--length", "8", "--batch-size", "2")
     for name, launcher in (("one", []), ("two", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"])):
-        command = [sys.executable, *launcher, "-m", "limpet.cli", "consolidate", "--model", str(published / "model")]
+        command = [sys.executable, *launcher, "-m", "limpet", "consolidate", "--model", str(published / "model")]
         command += ["--data", str(published / "one.txt"), "-o", str(tmp_path / f"{name}.safetensors"), *sizes]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert (tmp_path / f"{name}.md").exists(), done.stdout + done.stderr

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import statistics
 import subprocess
 import sys
 from importlib.metadata import requires
@@ -24,7 +24,9 @@ NEVER |= {"torch._dynamo", "torch.utils.tensorboard"}
 
 
 def run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    # bytecode is kept, as it is where a package was installed
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=kept).stdout
 
 
 def extras() -> set[str]:
@@ -50,10 +52,10 @@ def test_no_extra_is_imported() -> None:
 @pytest.mark.slow
 def test_it_takes_hardly_longer_than_torch() -> None:
     times: dict[str, list[float]] = {"torch": [], "limpet": []}
+    run("import limpet")
     for _ in range(7):
         for name, taken in times.items():
             said = run(f"import time\nbegin = time.process_time()\nimport {name}\nprint(time.process_time() - begin)")
             taken.append(float(said))
-    torch, limpet = (statistics.median(taken) for taken in times.values())
-    # the ratio is about 1.08; two medians of single imports differ by a few hundredths on a busy machine
-    assert limpet <= 1.15 * torch + 0.05, f"limpet {limpet:.2f} s, torch {torch:.2f} s"
+    torch, limpet = (min(taken) for taken in times.values())
+    assert limpet <= 1.15 * torch, f"limpet {limpet:.2f} s, torch {torch:.2f} s"

@@ -56,6 +56,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
 }
 
 
+SIDES = ("inputs", "outputs")
+
+
 def remembered(name: str, tasks: int, **options: Any) -> tuple[nn.Module, limpet.OnlineLaplace, Batch]:
     torch.manual_seed(0)
     make, data = NETWORKS[name]
@@ -103,7 +106,7 @@ def test_every_tensor_kept_and_summed_is_foreseen_by_name(name: str, structure: 
     for key, held in memory.posterior.held.items():
         kept = {name: tensor.numel() for name, tensor in held.precision.tensors().items()}
         terms = [
-            (kept.pop(f"terms.{i}.inputs"), kept.pop(f"terms.{i}.outputs"))
+            tuple(sum(kept.pop(key) for key in list(kept) if key.startswith(f"terms.{i}.{side}")) for side in SIDES)
             for i in range(len(getattr(held.precision, "terms", ())))
         ]
         assert outlines[key].kept(2, several_strengths=True) == kept and outlines[key].terms() * 2 == terms
@@ -322,9 +325,10 @@ def test_the_operations_of_taking_a_task_in(name: str, max_side: int, tasks: int
     for row, held in zip(plan(model, tasks=tasks, max_side=max_side).rows, memory.posterior.held.values(), strict=True):
         outline = Outline.of(held.block, memory.posterior.structure)
         made = counted(lambda held=held: memory._updated(held, [fisher], held.mean))  # type: ignore[misc]
-        dense = [size for size, is_dense in ((outline.in_, outline.inputs), (outline.out, outline.outputs)) if is_dense]
+        sides = ((outline.in_sizes, outline.inputs), (outline.out_sizes, outline.outputs))
+        cubes = sum(size**3 for sizes, is_dense in sides if is_dense for size in sizes)
         terms = len(fisher.terms[held.block.name])
-        eigenvectors = EIGENVECTORS * terms * outline.groups * sum(size**3 for size in dense)
+        eigenvectors = EIGENVECTORS * terms * outline.groups * cubes
         assert made == outline.update(tasks, several) - eigenvectors
         assert several or row.update == outline.update(tasks)
 
@@ -372,7 +376,7 @@ def test_the_table_says_what_the_rows_are() -> None:
     gate = [row for row in planned.rows if row.block.endswith("gate_proj")]
     (line,) = [line for line in lines if "gate_proj" in line]
     cells = re.split(r"  +", line)
-    assert cells[:4] == ["model.layers.*.mlp.gate_proj", "2", "20x12", "kronecker (out diagonal)"]
+    assert cells[:4] == ["model.layers.*.mlp.gate_proj", "2", "20x12", "kronecker (outputs in 2 pieces)"]
     assert cells[4] == in_bytes(sum(row.bytes for row in gate))
     assert cells[6:] == [f"{sum(row.step for row in gate):.2g}", f"{sum(row.update for row in gate):.2g}"]
     assert "note: 7 blocks (such as model.embed_tokens) are longer than 16 on a side" in told

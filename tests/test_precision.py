@@ -11,6 +11,7 @@ from torch import Tensor
 from limpet.errors import LimpetError, UnsupportedError
 from limpet.precision import (
     STRUCTURES,
+    BlockDiagonal,
     Dense,
     DenseTerm,
     Diagonal,
@@ -18,6 +19,7 @@ from limpet.precision import (
     Kronecker,
     KroneckerSum,
     KroneckerTerm,
+    Matrix,
     Precision,
     Term,
 )
@@ -56,8 +58,7 @@ def as_dense(term: Term, shape: tuple[int, ...]) -> Tensor:
         return torch.diag(term.diagonal.flatten())
     if isinstance(term, DenseTerm):
         return term.matrix
-    q = torch.diag_embed(term.inputs) if term.inputs_diagonal else term.inputs
-    h = torch.diag_embed(term.outputs) if term.outputs_diagonal else term.outputs
+    q, h = term.factors()
     if len(shape) == 2:
         return torch.kron(h, q)
     return torch.block_diag(*(torch.kron(h_g, q_g) for h_g, q_g in zip(h, q, strict=True)))
@@ -175,6 +176,67 @@ def test_either_basis_may_be_the_identity(structure: str, shape: tuple[int, ...]
     close(precision.log_determinant(), torch.logdet(L))
     again = kind.restore(precision.shape, precision.tensors(), precision.facts())
     assert torch.equal(again.apply(v), precision.apply(v))
+
+
+CUTS: list[tuple[tuple[int, ...] | None, tuple[int, ...] | None]] = [
+    ((2, 2), None),
+    (None, (2, 1)),
+    ((3, 1), (1, 2)),
+    ((1, 1, 1, 1), (1, 1, 1)),
+]
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("structure", ["kronecker", "kronecker-sum"])
+def test_a_side_in_pieces_is_the_matrix_with_zeros_beside_them(
+    structure: str, shape: tuple[int, ...], cuts: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+) -> None:
+    kind, size = STRUCTURES[structure], torch.Size(shape)
+    start = kind.start(size, 0.5, DOUBLE, inputs_sizes=cuts[0], outputs_sizes=cuts[1])  # type: ignore[call-arg]
+    precision, plain = start, kind.start(size, 0.5, DOUBLE)
+    L = 0.5 * torch.eye(size.numel(), dtype=torch.float64)
+    for seed, strength in ((3, 1.0), (3, 1.0), (4, 3.0)):
+        term = in_pieces(random_term("kronecker", shape, seed=seed), cuts)
+        precision, plain = precision.add(term, strength), plain.add(KroneckerTerm(*term.factors()), strength)
+        L = L + strength * as_dense(term, shape)
+        if seed == 3 or structure == "kronecker-sum":  # tasks that differ have no common basis
+            close(precision.dense(), L)
+    close(precision.trace(), L.trace())
+    if cuts[0] == (1, 1, 1, 1):
+        close(precision.dense(), L)
+    v, dense = torch.randn(shape, dtype=torch.float64), precision.dense()
+    close(precision.applier()(v).flatten(), dense @ v.flatten())
+    close(precision.quadratic(v), v.flatten() @ dense @ v.flatten())
+    close(dense @ precision.solve(v).flatten(), v.flatten(), 1e-8)
+    close(
+        precision.proximal(v, 0.3).flatten(), torch.linalg.solve(torch.eye(len(dense)) + 0.3 * dense, v.flatten()), 1e-8
+    )
+    close(precision.log_determinant(), torch.logdet(dense))
+    close(precision.diagonals()[1].flatten() + 0.5, dense.diagonal())
+    into = precision.spectrum()
+    close(into.back(into.into(v)), v)
+    again = kind.restore(precision.shape, precision.tensors(), precision.facts())
+    assert torch.equal(again.apply(v), precision.apply(v))
+    assert precision.nbytes < plain.nbytes
+    wrong = {name: t for name, t in precision.tensors().items() if not name.endswith("vectors.1")}
+    if len(wrong) < len(precision.tensors()):
+        with pytest.raises(ValueError):
+            kind.restore(precision.shape, wrong, precision.facts())
+
+
+def in_pieces(term: Term, cuts: tuple[tuple[int, ...] | None, tuple[int, ...] | None]) -> KroneckerTerm:
+    """The term without what lies beside the pieces of its sides."""
+    assert isinstance(term, KroneckerTerm)
+
+    def side(matrix: Tensor, sizes: tuple[int, ...] | None) -> Matrix:
+        if sizes is None:
+            return matrix
+        rows = matrix.split(sizes, -2)
+        return BlockDiagonal(tuple(part.split(sizes, -1)[i].clone() for i, part in enumerate(rows)))
+
+    q, h = term.factors()
+    return KroneckerTerm(side(q, cuts[0]), side(h, cuts[1]))
 
 
 def test_both_bases_the_identity_is_the_diagonal_structure() -> None:

@@ -61,6 +61,9 @@ def test_no_warning_where_all_is_protected() -> None:
 
 def test_long_sides_are_told() -> None:
     net = nn.Linear(10, 3)
-    memory = limpet.OnlineLaplace(net, max_side=8)
-    memory.consolidate([(torch.randn(8, 10), torch.randint(0, 3, (8,)))])
-    assert memory.report().rows[0].structure == "kronecker (in diagonal)"
+    for max_side, told in ((11, ""), (8, " (inputs in 2 pieces)"), (2, " (inputs in 6 pieces, outputs in 2 pieces)")):
+        memory = limpet.OnlineLaplace(net, max_side=max_side)
+        memory.consolidate([(torch.randn(8, 10), torch.randint(0, 3, (8,)))], progress=False)
+        assert memory.report().rows[0].structure == f"kronecker{told}"
+    memory = limpet.OnlineLaplace(net, max_side=1)
+    assert memory.report().rows[0].structure == "kronecker (inputs diagonal, outputs in 3 pieces)"

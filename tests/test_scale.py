@@ -24,15 +24,16 @@ def test_the_document_is_what_the_command_prints() -> None:
 
 
 def test_a_table_by_hand() -> None:
-    """Llama-2-7B, sides to 8,192: 128 attention blocks of 4096^2, 96 with a long side of 11,008, and 65 norms."""
-    found = benchmark("scale").planned("Llama-2-7B", max_side=8192)
+    """Llama-2-7B: 128 attention blocks of 4096^2, 96 with a long side of 11,008 in three pieces, and 65 norms."""
+    found = benchmark("scale").planned("Llama-2-7B")
     side, long = 4096, 11_008
+    squares, cubes = (3670**power + 2 * 3669**power for power in (2, 3))
     attention = 4 * side**2 + 2 * side
-    feed_forward = 2 * side * long + side**2 + side + long
+    feed_forward = 2 * side * long + side**2 + squares + side + long
     assert found.nbytes == 4 * (128 * attention + 96 * feed_forward + 65 * 2 * side)
-    gradient = 128 * 4 * side**2 * 2 * side + 96 * 4 * side * long * side
-    assert found.replicated.step == gradient
-    assert found.share_of_step(found.replicated) == pytest.approx(gradient / (6 * 6_738_415_616 * 131_072))
+    rotations = 128 * 2 * 2 * side**3 + 96 * 2 * (side**2 * long + squares * side)
+    assert found.replicated.step == 2 * rotations
+    assert found.share_of_step(found.replicated) == pytest.approx(2 * rotations / (6 * 6_738_415_616 * 131_072))
     assert found.in_tokens(found.replicated) == pytest.approx(
-        (128 * (15 * 2 * side**3 + 4 * side**3) + 96 * (15 * side**3 + 2 * side**2 * long)) / (6 * 6_738_415_616)
+        (128 * 15 * 2 * side**3 + 96 * 15 * (side**3 + cubes) + rotations) / (6 * 6_738_415_616)
     )

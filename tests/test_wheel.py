@@ -78,5 +78,5 @@ def test_the_first_lines_of_the_readme_run_in_an_empty_environment(built: Path, 
     assert told["attempted"] >= 10 and told["failed"] == 0, ran.stdout
     assert Path(told["file"]).is_relative_to(tmp_path / "venv")
     assert told["version"] == limpet.__version__ and told["extras"] == []
-    command_line = subprocess.run([python, "-I", "-m", "limpet.cli"], capture_output=True, text=True, check=False)
+    command_line = subprocess.run([python, "-I", "-m", "limpet"], capture_output=True, text=True, check=False)
     assert command_line.returncode == 1 and "pip install 'limpet[experiments]'" in command_line.stderr

@@ -179,5 +179,5 @@ if __name__ == "__main__":
     main()
 
 # %% [markdown]
-# On the command line, `torchrun --nproc-per-node 8 -m limpet.cli consolidate ...` makes the memory of a language
+# On the command line, `torchrun --nproc-per-node 8 -m limpet consolidate ...` makes the memory of a language
 # model on all ranks. [Scale](../scale.md) says what a memory costs on how many of them.

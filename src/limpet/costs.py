@@ -1,10 +1,11 @@
 """What one block of a memory costs, from its shape alone: numbers kept, numbers summed, operations.
 
-A block is g matrices of out x in: g is 1 but for grouped convolutions, and a bias is one more column of in. A side is
-dense, or it is diagonal: one-hot inputs, or longer than `max_side`. What is kept for it, besides the mean (g out in):
+A block is g matrices of out x in: g is 1 but for grouped convolutions, and a bias is one more column of in. A side n is
+dense, or in even pieces where it is longer than `max_side`, or diagonal where these would be too many or the data are
+one-hot. n^2 and n^3 are the squares and cubes of its pieces. What is kept for a block, besides the mean (g out in):
 
     diagonal        g out in
-    kronecker       eigenvalues g out in, partial traces g (in + out), and a basis of side^2 for every dense side
+    kronecker       eigenvalues g out in, partial traces g (in + out), and a basis of n^2 for every side not diagonal
     kronecker-sum   the same, and Q (in^2, or in where it is diagonal) and H (out^2 or out) of every task
     dense           (g out in)^2
 
@@ -13,7 +14,8 @@ and H, or the squares in the shape of the block. Where tasks had different stren
 matrix) are kept twice.
 
 Operations are those of the matrix products, two for every multiplication; what is done element by element is left out,
-and is all there is for `diagonal`. R = 2 g out in (out + in) with the dense sides alone is a rotation into the bases:
+and is all there is for `diagonal`. R = 2 g (out^2 in + out in^2), without squares of sides that are diagonal, is a
+rotation into the bases:
 
     gradient        kronecker 2 R, or R after one task with both sides dense, when H d Q is the same thing;
                     kronecker-sum R for every term; dense 2 (g out in)^2
@@ -33,7 +35,8 @@ from dataclasses import dataclass
 import torch
 
 from limpet.curvature import Block, Structure
-from limpet.curvature.accumulators import STRIP_FROM, STRIPS
+from limpet.curvature.gram import STRIP_FROM, STRIPS
+from limpet.precision.block_diagonal import in_words
 
 EIGENVECTORS = 9
 """n^3 operations of a symmetric eigendecomposition with its vectors."""
@@ -96,13 +99,16 @@ class Outline:
     outputs: bool
     bias: int  # columns of in that no weight has
     products: tuple[Product, ...]  # what one task adds, or would add in a structure with factors
+    in_sizes: tuple[int, ...]  # of the pieces that the side is cut into
+    out_sizes: tuple[int, ...]
 
     @classmethod
     def of(cls, block: Block, structure: Structure) -> Outline:
         """The block as this structure keeps it."""
         *groups, out, in_ = block.shape
-        diagonal = structure.sides(block)
-        inputs, outputs = not diagonal["inputs_diagonal"], not diagonal["outputs_diagonal"]
+        sides = structure.sides(block)
+        inputs, outputs = not sides["inputs_diagonal"], not sides["outputs_diagonal"]
+        sizes = (sides["inputs_sizes"] or (in_,), sides["outputs_sizes"] or (out,))
         products = [
             Product(
                 layer.kind,
@@ -116,7 +122,8 @@ class Outline:
         dense = name.startswith("kronecker")
         bias = int(block.factored and "bias" in block.layers[0].names)
         known = tuple(products) if block.factored else ()
-        return cls(name, groups[0] if groups else 1, out, in_, dense and inputs, dense and outputs, bias, known)
+        g = groups[0] if groups else 1
+        return cls(name, g, out, in_, dense and inputs, dense and outputs, bias, known, *sizes)
 
     @property
     def factored(self) -> bool:
@@ -130,11 +137,11 @@ class Outline:
 
     @property
     def described(self) -> str:
-        """The structure, and which sides are diagonal."""
+        """The structure, and which sides are diagonal or in pieces."""
         if not self.factored:
             return self.structure
-        sides = [name for name, dense in (("in", self.inputs), ("out", self.outputs)) if not dense]
-        return f"{self.structure} ({'/'.join(sides)} diagonal)" if sides else self.structure
+        sides = {"inputs": (not self.inputs, self.in_sizes), "outputs": (not self.outputs, self.out_sizes)}
+        return in_words(self.structure, sides)
 
     # --- numbers kept ----------------------------------------------------------------------------------------
 
@@ -154,9 +161,9 @@ class Outline:
         if twice:
             found["eigenvalues.weighted"] = self.numbers
         if self.inputs:
-            found["inputs.vectors"] = g * in_**2
+            found |= self._named("inputs.vectors", self.in_sizes)
         if self.outputs:
-            found["outputs.vectors"] = g * out**2
+            found |= self._named("outputs.vectors", self.out_sizes)
         if self.structure == "kronecker":
             return found
         return {f"eigenbasis.{name}": numbers for name, numbers in found.items()}
@@ -164,7 +171,8 @@ class Outline:
     def terms(self) -> list[tuple[int, int]]:
         """Numbers of Q and of H in every term that one task adds to a growing sum."""
         products = self.products if self.structure == "kronecker-sum" else ()
-        return [(self._side(self.in_, one.inputs), self._side(self.out, one.outputs)) for one in products]
+        sides = [(self._side("", self.in_sizes, p.inputs), self._side("", self.out_sizes, p.outputs)) for p in products]
+        return [(sum(q.values()), sum(h.values())) for q, h in sides]
 
     def sums(self) -> dict[str, int]:
         """Numbers that a pass sums, named as in `Accumulator.sums`."""
@@ -172,9 +180,9 @@ class Outline:
             return {"matrix": self.numbers**2} if self.structure == "dense" else {"squares": self.numbers}
         found: dict[str, int] = {}
         for product in self.products:
-            inputs, outputs = self._side(self.in_, product.inputs), self._side(self.out, product.outputs)
-            data, gradients = (outputs, inputs) if product.data_left else (inputs, outputs)
-            found |= {f"data/{product.kind}": data, f"gradients/{product.kind}": gradients}
+            names = [f"data/{product.kind}", f"gradients/{product.kind}"]
+            q, h = reversed(names) if product.data_left else names
+            found |= self._side(q, self.in_sizes, product.inputs) | self._side(h, self.out_sizes, product.outputs)
         return found
 
     def work(self, tasks: int, several_strengths: bool = False) -> float:
@@ -183,9 +191,12 @@ class Outline:
         twice = 1.5 if several_strengths and tasks > 1 else 1.0
         if self.structure == "dense":
             return 3.0 * twice * self.numbers**2
-        a = self.groups * self.in_**2 * self.inputs
-        b = self.groups * self.out**2 * self.outputs
-        return max(eigen * a + b, eigen * b + 2.5 * a, 3.0 * twice * self.numbers + 2.5 * (a + b))
+        a, b = self._squares
+        # one piece after another: what is held beside a side's own squares is that of its largest piece
+        largest_a = self.groups * max(self.in_sizes) ** 2 * self.inputs
+        largest_b = self.groups * max(self.out_sizes) ** 2 * self.outputs
+        eigenvectors = max(a + (eigen - 1) * largest_a + b, b + (eigen - 1) * largest_b + 2.5 * a)
+        return max(eigenvectors, 3.0 * twice * self.numbers + 2.5 * (a + b))
 
     def eigenvectors(self) -> int:
         """Numbers of the eigenvectors that a dense matrix keeps once they were asked for, as a task's curve does."""
@@ -193,15 +204,30 @@ class Outline:
 
     def multiplied_out(self, tasks: int) -> int:
         """Numbers of H and Q that gradient mode keeps beside a memory of one task, for the short way."""
-        return self.in_**2 + self.out**2 if self._is_product(tasks) else 0
+        return sum(self._squares) if self._is_product(tasks) else 0
 
-    def _side(self, size: int, dense: bool) -> int:
-        return self.groups * size**2 if dense else self.groups * size
+    def _side(self, name: str, sizes: tuple[int, ...], dense: bool) -> dict[str, int]:
+        return self._named(name, sizes) if dense else {name: self.groups * sum(sizes)}
+
+    def _named(self, name: str, sizes: tuple[int, ...]) -> dict[str, int]:
+        """The numbers of a matrix in pieces, named as `block_diagonal.named` does."""
+        numbers = [self.groups * size**2 for size in sizes]
+        return {name: numbers[0]} if len(numbers) == 1 else {f"{name}.{i}": some for i, some in enumerate(numbers)}
+
+    @property
+    def _squares(self) -> tuple[int, int]:
+        """Numbers of the bases of both sides."""
+        return self._powers(2)
+
+    def _powers(self, power: int) -> tuple[int, int]:
+        inputs, outputs = (sum(size**power for size in sizes) for sizes in (self.in_sizes, self.out_sizes))
+        return self.groups * inputs * self.inputs, self.groups * outputs * self.outputs
 
     # --- operations ------------------------------------------------------------------------------------------
 
     def _rotation(self, inputs: bool, outputs: bool) -> int:
-        return 2 * self.numbers * (self.in_ * inputs + self.out * outputs)
+        in_squares, out_squares = (sum(size**2 for size in sizes) for sizes in (self.in_sizes, self.out_sizes))
+        return 2 * self.groups * (self.out * in_squares * inputs + self.in_ * out_squares * outputs)
 
     def _is_product(self, tasks: int) -> bool:
         """Whether L - prior is one Q (x) H, with both of them matrices."""
@@ -230,7 +256,10 @@ class Outline:
         """Operations of the penalty's gradient in low-rank adapters of the block's weight."""
         columns = self.in_ - self.bias
         in_bases = self.structure == "kronecker"
-        rotated = rank * ((columns * self.in_ if self.inputs else 0) + (self.out**2 if self.outputs else 0)) * in_bases
+        in_squares, out_squares = self._squares
+        if len(self.in_sizes) == 1:
+            in_squares = columns * self.in_ * self.inputs
+        rotated = rank * (in_squares + out_squares) * in_bases
         if in_bases and tasks * len(self.products) == 1:
             return 4 * rotated + 8 * rank**2 * (self.out + columns)
         applied = 0 if in_bases else self.gradient(tasks)
@@ -240,7 +269,7 @@ class Outline:
         """Operations of taking the last of so many tasks in, once its sums are there."""
         if self.structure == "dense":
             return EIGENVECTORS * self.numbers**3
-        cubes = self.groups * (self.in_**3 * self.inputs + self.out**3 * self.outputs)
+        cubes = sum(self._powers(3))
         carried = self._rotation(self.inputs, self.outputs) * (2 if several_strengths and tasks > 1 else 1)
         terms = len(self.products) * self.factored
         first = tasks == 1 and terms > 0
@@ -248,14 +277,14 @@ class Outline:
 
     def per_token(self) -> int:
         """Operations of the sums for one token (one example at one position), beyond those of the network itself."""
-        columns = self.in_ - self.bias
         if not self.factored:
             products = sum(not product.data_left for product in self.products)
-            own = 2 * self.groups * self.out * columns * products
+            own = 2 * self.groups * self.out * (self.in_ - self.bias) * products
             return own if self.structure == "diagonal" else own + gram(self.numbers)
-        sides = [(columns, product.inputs) for product in self.products]
-        sides += [(self.out, product.outputs) for product in self.products]
-        return sum(gram(size, self.groups) for size, dense in sides if dense)
+        *most, last = self.in_sizes
+        sides = [((*most, last - self.bias), product.inputs) for product in self.products]
+        sides += [(self.out_sizes, product.outputs) for product in self.products]
+        return sum(gram(size, self.groups) for sizes, dense in sides if dense for size in sizes)
 
 
 def gram(width: int, groups: int = 1) -> int:
@@ -318,6 +347,6 @@ class Counting:
         """Bytes of the precision, but for the terms of a growing sum."""
         at_rest = width if self.at_rest is None else getattr(torch, self.at_rest).itemsize
         return sum(
-            numbers * (at_rest if name.endswith(".vectors") else width)
+            numbers * (at_rest if ".vectors" in name else width)
             for name, numbers in outline.kept(tasks, self.auto_strength).items()
         )

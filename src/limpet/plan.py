@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from limpet.costs import Counting, Row
-from limpet.curvature import DIRECT, Block, Structure, discover, named_parameters, unwrapped
+from limpet.curvature import DIRECT, MOST_PIECES, Block, Structure, discover, named_parameters, unwrapped
 from limpet.errors import LimpetError, UnsupportedError, positive_whole
 from limpet.layers.adapters import adapted_parameters
 from limpet.methods.checks import check_model, excluded_names
@@ -316,8 +316,8 @@ def _notes(blocks: Sequence[Block], structure: Structure, parameters: Mapping[st
     """What the numbers do not say of themselves."""
     long = [b.name for b in blocks if b.factored and max(b.shape[-2:]) > structure.max_side]
     if long and structure.name.startswith("kronecker"):
-        side = f"{structure.max_side:,} on a side, which keeps a diagonal factor (max_side)"
-        yield f"{_few(long, 'blocks')} longer than {side}"
+        kept = f"in pieces, or as a diagonal above {MOST_PIECES * structure.max_side:,} (max_side)"
+        yield f"{_few(long, 'blocks')} longer than {structure.max_side:,} on a side, which is kept {kept}"
     direct = [block.name for block in blocks if block.kind == DIRECT]
     if direct:
         yield f"{_few(direct, 'blocks')} in no layer that limpet knows: an exact diagonal, example by example"

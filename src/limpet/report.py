@@ -16,6 +16,7 @@ from limpet.curvature import (
 from limpet.layers.adapters import adapted_parameters, adapter_parameters
 from limpet.posterior import Held, Posterior
 from limpet.precision import Kronecker, KroneckerSum
+from limpet.precision.block_diagonal import in_words
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,13 @@ def report(posterior: Posterior, title: str, *, exclude: Collection[str], unused
 
 
 def structure_of(held: Held) -> str:
-    """The structure of a block, and which of its sides keep only a diagonal factor."""
+    """The structure of a block, and which of its sides are diagonal or in pieces."""
     precision = held.precision
-    kind = precision.structure
     inner = precision.eigenbasis if isinstance(precision, KroneckerSum) else precision
     if not isinstance(inner, Kronecker):
-        return kind
-    sides = [name for name, basis in (("in", inner.inputs), ("out", inner.outputs)) if basis.diagonal]
-    return f"{kind} ({'/'.join(sides)} diagonal)" if sides else kind
+        return precision.structure
+    sides = {"inputs": inner.inputs, "outputs": inner.outputs}
+    return in_words(precision.structure, {name: (basis.diagonal, basis.sizes) for name, basis in sides.items()})
 
 
 def _note(held: Held, name: str, parameter: nn.Parameter, unused: Collection[str], adapted: bool) -> str:

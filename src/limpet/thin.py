@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from limpet.curvature import DIRECT
 from limpet.layers.adapters import LowRank
-from limpet.precision import Kronecker, Precision
+from limpet.precision import Kronecker, Matrix, Precision
 
 if TYPE_CHECKING:
     from limpet.posterior import Held
@@ -64,12 +64,12 @@ class Thin:
         self.fisher_product = self._product(held.precision.fisher())
 
     @property
-    def rows(self) -> Tensor | None:
+    def rows(self) -> Matrix | None:
         """U_H; asked for every time, since bases may lie elsewhere in between."""
         return None if self.held.block.kind == DIRECT else self.held.precision.sides()[0]
 
     @property
-    def columns(self) -> Tensor | None:
+    def columns(self) -> Matrix | None:
         """U_Q."""
         return None if self.held.block.kind == DIRECT else self.held.precision.sides()[1]
 
@@ -142,7 +142,7 @@ class Thin:
         rotated = self._rows_into(B)
         HB = self._rows_back(product.h.unsqueeze(-1) * rotated)
         width = A.shape[1]
-        rotated = A if self.columns is None else A @ self.columns[:width]
+        rotated = A if self.columns is None else self._columns_into(A, self.columns)
         AQ = self._columns_back(product.q[: rotated.shape[1]] * rotated, width)
         BHB, AQA, BB, AA = B.mT @ HB, AQ @ A.mT, B.mT @ B, A @ A.mT
         value = ((BHB * AQA).sum() + product.prior * (BB * AA).sum()) / 2
@@ -179,7 +179,16 @@ class Thin:
         return thin if self.rows is None else self.rows @ thin
 
     def _columns_back(self, thin: Tensor, width: int) -> Tensor:
-        return thin[:, :width] if self.columns is None else thin @ self.columns[:width].mT
+        if isinstance(self.columns, Tensor):
+            return thin @ self.columns[:width].mT
+        return (thin if self.columns is None else thin @ self.columns.mT)[:, :width]
+
+    def _columns_into(self, thin: Tensor, columns: Matrix) -> Tensor:
+        """thin U_Q; the columns that the block has beyond those of `thin` are zero there."""
+        width = thin.shape[1]
+        if isinstance(columns, Tensor):
+            return thin @ columns[:width]
+        return F.pad(thin, (0, sum(columns.sizes) - width)) @ columns
 
     def _factors(self, adapter: LowRank) -> tuple[Tensor, Tensor]:
         """U_H^T left and right U_Q; where the block has a bias, no adapter reaches its column."""
@@ -187,7 +196,7 @@ class Thin:
         left, right = (factor.to(like.device, like.dtype) for factor in (adapter.left, adapter.right))
         left = self._rows_into(left)
         if self.columns is not None:
-            return left, right @ self.columns[: right.shape[1]]
+            return left, self._columns_into(right, self.columns)
         bias = 0 if self.held.block.kind == DIRECT else self.held.block.shape[-1] - right.shape[1]
         return left, F.pad(right, (0, bias)) if bias else right
 

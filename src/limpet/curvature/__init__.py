@@ -15,11 +15,12 @@ from limpet.curvature.checkpoint import Checkpoint
 from limpet.curvature.fisher import FISHERS, Displacement, Fisher, FisherPass
 from limpet.curvature.guard import shifted, trainable, untouched
 from limpet.curvature.sharded import ShardedPass
-from limpet.curvature.structure import Structure
+from limpet.curvature.structure import MOST_PIECES, Structure
 
 __all__ = [
     "DIRECT",
     "FISHERS",
+    "MOST_PIECES",
     "Block",
     "Checkpoint",
     "Displacement",

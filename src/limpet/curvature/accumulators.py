@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from limpet.curvature.blocks import Block
+from limpet.curvature.gram import add_gram, mirrored
 from limpet.errors import UnsupportedError
 from limpet.layers import Call, Embedding, MatrixLayer, example_gradients, squared_gradients
 from limpet.layers.base import CHUNK
-from limpet.precision import DenseTerm, DiagonalTerm, KroneckerTerm, Term
+from limpet.precision import DenseTerm, DiagonalTerm, KroneckerTerm, Matrix, Term
+from limpet.precision.block_diagonal import find, joined, named, pieces
 
 DENSE_LIMIT = 20_000
 """Weights in a block up to which the dense structure is allowed (3.2 GB in float64)."""
@@ -65,18 +67,30 @@ class KroneckerAccumulator(Accumulator):
     H = sum of g g^T. Calls of a reused module count as positions, padding does not.
     """
 
-    def __init__(self, block: Block, like: Tensor, *, inputs_diagonal: bool, outputs_diagonal: bool) -> None:
+    def __init__(
+        self,
+        block: Block,
+        like: Tensor,
+        *,
+        inputs_diagonal: bool,
+        outputs_diagonal: bool,
+        inputs_sizes: tuple[int, ...] | None = None,
+        outputs_sizes: tuple[int, ...] | None = None,
+    ) -> None:
         super().__init__(block, like)
+        *_, out, in_ = block.shape
         self.diagonal = {"in": inputs_diagonal, "out": outputs_diagonal}
-        self.data: dict[str, Tensor] = {}
-        self.gradients: dict[str, Tensor] = {}
+        self.sizes = {"in": inputs_sizes or (in_,), "out": outputs_sizes or (out,)}
+        self.data: dict[str, Matrix] = {}
+        self.gradients: dict[str, Matrix] = {}
         self.count: dict[str, int] = {}
 
-    def _side(self, sums: dict[str, Tensor], kind: str, side: str, *, diagonal: bool) -> Tensor:
-        *groups, out, in_ = self.block.shape
-        size = in_ if side == "in" else out
+    def _side(self, sums: dict[str, Matrix], kind: str, side: str, *, diagonal: bool) -> Matrix:
+        *groups, _, _ = self.block.shape
+        sizes = self.sizes[side]
         if kind not in sums:
-            sums[kind] = self.zeros(*groups, size) if diagonal else self.zeros(*groups, size, size)
+            matrix = [] if diagonal else [self.zeros(*groups, size, size) for size in sizes]
+            sums[kind] = self.zeros(*groups, sum(sizes)) if diagonal else joined(matrix)
         return sums[kind]
 
     def add_data(self, calls: Sequence[Call]) -> None:
@@ -85,7 +99,7 @@ class KroneckerAccumulator(Accumulator):
             side = "out" if layer.data_left else "in"
             diagonal = self.diagonal[side] or layer.data_one_hot
             total = self._side(self.data, layer.kind, side, diagonal=diagonal)
-            if isinstance(layer, Embedding):
+            if isinstance(layer, Embedding) and isinstance(total, Tensor):
                 counts = layer.counts(call, self.dtype)
                 total += counts
                 seen = int(counts.sum())
@@ -94,7 +108,8 @@ class KroneckerAccumulator(Accumulator):
                 rows = call.data.flatten(-3, -2)
                 if call.real is not None:
                     rows = rows[call.real.flatten()]
-                add_gram(total, rows, ones=ones, diagonal=diagonal)
+                add = add_gram if call.same_input is None else call.same_input.add_to
+                add(total, rows, ones=ones, diagonal=diagonal)
                 seen = rows.shape[-2]
             self.count[layer.kind] = self.count.get(layer.kind, 0) + seen
 
@@ -109,17 +124,20 @@ class KroneckerAccumulator(Accumulator):
         raise UnsupportedError(f"{self.block.name} has no Kronecker factors")
 
     def sums(self) -> dict[str, Tensor]:
-        kept = {f"data/{kind}": tensor for kind, tensor in self.data.items()}
-        kept |= {f"gradients/{kind}": tensor for kind, tensor in self.gradients.items()}
+        kept: dict[str, Tensor] = {}
+        for part, matrices in (("data", self.data), ("gradients", self.gradients)):
+            for kind, matrix in matrices.items():
+                kept |= named(f"{part}/{kind}", matrix)
         return kept | {f"count/{kind}": torch.tensor(count) for kind, count in self.count.items()}
 
     def load(self, sums: Mapping[str, Tensor]) -> None:
-        for name, tensor in sums.items():
-            part, _, kind = name.partition("/")
-            if part == "count":
-                self.count[kind] = int(tensor)
-            else:
-                (self.data if part == "data" else self.gradients)[kind] = tensor.to(self.device)
+        for kind in {layer.kind for layer in self.block.layers}:
+            if f"count/{kind}" in sums:
+                self.count[kind] = int(sums[f"count/{kind}"])
+            for part, matrices in (("data", self.data), ("gradients", self.gradients)):
+                found = find(f"{part}/{kind}", sums)
+                if found is not None:
+                    matrices[kind] = joined([piece.to(self.device) for piece in pieces(found)])
 
     def terms(self, scale: float) -> list[Term]:
         found: list[Term] = []
@@ -129,8 +147,8 @@ class KroneckerAccumulator(Accumulator):
             layer = next(layer for layer in self.block.layers if layer.kind == kind)
             data_diagonal = layer.data_one_hot or self.diagonal["out" if layer.data_left else "in"]
             gradients_diagonal = self.diagonal["in" if layer.data_left else "out"]
-            mean = mirrored(data, data_diagonal) / max(self.count[kind], 1)
-            summed = mirrored(self.gradients[kind], gradients_diagonal) * scale
+            mean = _finished(data, data_diagonal) / max(self.count[kind], 1)
+            summed = _finished(self.gradients[kind], gradients_diagonal) * scale
             if layer.data_left:
                 found.append(KroneckerTerm(summed, mean, gradients_diagonal, data_diagonal))
             else:
@@ -185,7 +203,7 @@ class DenseAccumulator(Accumulator):
         add_gram(self.matrix, gradient.reshape(1, -1), ones=False, diagonal=False)
 
     def terms(self, scale: float) -> list[Term]:
-        return [DenseTerm(mirrored(self.matrix, False) * scale)]
+        return [DenseTerm(mirrored(self.matrix) * scale)]
 
     def sums(self) -> dict[str, Tensor]:
         return {"matrix": self.matrix}
@@ -194,35 +212,5 @@ class DenseAccumulator(Accumulator):
         self.matrix = sums["matrix"].to(self.device)
 
 
-def add_gram(total: Tensor, rows: Tensor, *, ones: bool, diagonal: bool) -> None:
-    """total += rows^T rows, of which only the upper triangle is right until `mirrored`.
-
-    `ones` stands for one more column of ones, which is not copied in; `diagonal` sums the squares alone. A large
-    symmetric product is made in strips that leave most of the lower triangle out: a third less work.
-    """
-    rows = rows.to(total.dtype)
-    width = rows.shape[-1]
-    if diagonal:
-        total[..., :width] += rows.square().sum(-2)
-        if ones:
-            total[..., width] += rows.shape[-2]
-        return
-    if rows.dim() > 2:
-        total[..., :width, :width] += rows.mT @ rows
-    else:
-        strip = width if width < STRIP_FROM else -(-width // STRIPS)
-        for start in range(0, width, max(strip, 1)):
-            stop = min(start + strip, width)
-            total[start:stop, start:width].addmm_(rows[:, start:stop].mT, rows[:, start:])
-    if ones:
-        total[..., :width, width] += rows.sum(-2)
-        total[..., width, width] += rows.shape[-2]
-
-
-STRIP_FROM = 256
-STRIPS = 4
-
-
-def mirrored(total: Tensor, diagonal: bool) -> Tensor:
-    """The symmetric matrix of which `add_gram` made the upper triangle."""
-    return total if diagonal else total.triu() + total.triu(1).mT
+def _finished(total: Matrix, diagonal: bool) -> Matrix:
+    return total if diagonal else joined([mirrored(piece) for piece in pieces(total)])

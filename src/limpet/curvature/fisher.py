@@ -36,6 +36,7 @@ from limpet.curvature.guard import eager, plain_recurrence, shifted, trainable, 
 from limpet.curvature.live import Live
 from limpet.curvature.progress import Progress
 from limpet.curvature.record import Recorder
+from limpet.curvature.same_input import find_same_inputs
 from limpet.curvature.structure import Structure
 from limpet.curvature.together import read_together
 from limpet.errors import CurvatureError, UnsupportedError, positive_whole
@@ -366,6 +367,7 @@ class FisherPass:
         hooked = [block for block in self.blocks if block.layers]
         direct = [block for block in self.blocks if not block.layers]
         silent = [block for block in hooked if not self.recorder.calls.get(block.name)]
+        find_same_inputs(call for block in hooked for call in self.recorder.calls.get(block.name, []))
         watched = {name: self.live[name] for block in silent for name in block.parameters}
         roots = self._roots(batch, outputs, targets)
         self.roots = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +14,12 @@ from limpet.curvature.accumulators import (
     KroneckerAccumulator,
 )
 from limpet.curvature.blocks import Block
+from limpet.precision.block_diagonal import cut
 from limpet.precision.rest import AS_USED, Rest
+
+MOST_PIECES = 8
+"""Pieces that a side is cut into at most. A longer one, as a vocabulary is, keeps a diagonal: more pieces would keep
+next to nothing of what lies beside it."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +34,20 @@ class Structure:
         """The structure of this block: a diagonal where there are no Kronecker factors."""
         return "diagonal" if self.name.startswith("kronecker") and not block.factored else self.name
 
-    def sides(self, block: Block) -> dict[str, bool]:
-        """Which sides keep a diagonal factor: one-hot data, or longer than `max_side`."""
+    def sides(self, block: Block) -> dict[str, Any]:
+        """What the sides keep, as `Kronecker.start` takes it.
+
+        A side up to `max_side` keeps a matrix, a longer one a matrix in even pieces, up to `MOST_PIECES` of them; one
+        that is longer still, or of one-hot data, a diagonal.
+        """
         one_hot = bool(block.layers) and all(layer.data_one_hot for layer in block.layers)
         *_, out, in_ = block.shape
-        return {"inputs_diagonal": in_ > self.max_side, "outputs_diagonal": one_hot or out > self.max_side}
+        sizes = {"inputs": cut(in_, self.max_side), "outputs": cut(out, self.max_side)}
+        return {
+            "inputs_diagonal": len(sizes["inputs"]) > MOST_PIECES,
+            "outputs_diagonal": one_hot or len(sizes["outputs"]) > MOST_PIECES,
+            **{f"{side}_sizes": some if len(some) <= MOST_PIECES else None for side, some in sizes.items()},
+        }
 
     def accumulator(self, block: Block, like: Tensor) -> Accumulator:
         """Zero sums for this block."""

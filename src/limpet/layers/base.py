@@ -32,6 +32,7 @@ class Call:
     gradient: Tensor | None = None
     dtype: torch.dtype = torch.float32  # that the gradient came in
     real: Tensor | None = None  # (examples, positions) that are no padding; None: all
+    same_input: Any = None  # what other calls that read the same tensor have made of it
 
 
 class Layer(ABC):

@@ -53,9 +53,9 @@ class Laplace(Memory):
     the curvature of the smoothed loss E[loss(w + z)], which knows what a point does not: the loss rises faster than
     the quadratic at its mode. It costs one more pass, a short one where the loader can say how many examples it has.
 
-    A side of a block longer than `max_side` keeps a diagonal factor. With at_rest="float16" the bases of the Kronecker
-    structure are kept in half the bytes, with offload=True in the memory of the host; each is made ready when its block
-    is used.
+    A side of a block longer than `max_side` keeps its factor in even pieces, up to eight, and a still longer one (a
+    vocabulary) the diagonal of it. With at_rest="float16" the bases of the Kronecker structure are kept in half the
+    bytes, with offload=True in the memory of the host; each is made ready when its block is used.
     """
 
     _measures_curves = True

@@ -1,6 +1,7 @@
 """The algebra of one block's precision: a file a structure, the same verbs in each."""
 
 from limpet.precision.base import Facts, Precision
+from limpet.precision.block_diagonal import BlockDiagonal, Matrix
 from limpet.precision.dense import Dense
 from limpet.precision.diagonal import Diagonal
 from limpet.precision.kronecker import Kronecker
@@ -14,6 +15,7 @@ STRUCTURES: dict[str, type[Diagonal] | type[Kronecker] | type[KroneckerSum] | ty
 
 __all__ = [
     "STRUCTURES",
+    "BlockDiagonal",
     "Dense",
     "DenseTerm",
     "Diagonal",
@@ -22,6 +24,7 @@ __all__ = [
     "Kronecker",
     "KroneckerSum",
     "KroneckerTerm",
+    "Matrix",
     "Precision",
     "Spectrum",
     "Term",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from limpet.errors import LimpetError, finite_number
+from limpet.precision.block_diagonal import Matrix
 from limpet.precision.spectrum import Spectrum
 from limpet.precision.terms import Term
 
@@ -52,7 +53,7 @@ class Precision(ABC):
         """`apply` for many uses: may be faster, and take memory of its own as long as it is kept."""
         return self.apply
 
-    def sides(self) -> tuple[Tensor | None, Tensor | None]:
+    def sides(self) -> tuple[Matrix | None, Matrix | None]:
         """Bases of the rows and of the columns (None: as they are) between which `apply_in_sides` works."""
         return None, None
 

@@ -14,12 +14,13 @@ with the squared entries of the change of basis, and the new term's diagonal in 
 It keeps the trace, stays positive semi-definite, and is exact for one task and for T equal tasks. Of all
 precisions that are diagonal in the new bases it is the nearest to the sum in the Frobenius norm. A basis with
 free eigenvalues is the form of George et al. (2018), "Fast approximate natural gradient descent in a
-Kronecker-factored eigenbasis".
+Kronecker-factored eigenbasis". A side too long for one matrix is cut into pieces (`block_diagonal`), and all of this
+holds for the factor without what lies beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from limpet.precision.base import Facts, Precision, check_shape, fact, inverse_root, noise, optional_fact
+from limpet.precision.block_diagonal import Matrix, diagonal, find, joined, named, pieces
 from limpet.precision.linalg import symmetric_eigen, widened
 from limpet.precision.rest import AS_USED, Rest
 from limpet.precision.spectrum import Spectrum
@@ -41,38 +43,49 @@ if TYPE_CHECKING:
 class Basis:
     """One side of a block: orthonormal columns U (the identity where None) and the partial trace in them."""
 
-    vectors: Tensor | None
+    vectors: Matrix | None
     trace: Tensor
     diagonal: bool  # this side stays the identity: its factor is, or is kept, diagonal
+    sizes: tuple[int, ...]  # of the pieces that the side is cut into
     rest: Rest = AS_USED  # how the columns lie while nobody uses them
 
     @property
-    def columns(self) -> Tensor | None:
+    def columns(self) -> Matrix | None:
         """U, ready for use."""
         return None if self.vectors is None else self.vectors.to(self.trace.device, self.trace.dtype)
 
-    def take(self, factor: Tensor, weight: Tensor) -> tuple[Basis, Tensor | None, Tensor]:
+    def take(self, factor: Matrix, weight: Tensor) -> tuple[Basis, Matrix | None, Tensor]:
         """Add weight * factor (float64) to the partial trace.
 
         Returns the new basis, the squared change of basis from old to new (None where it is the identity),
         and the diagonal of the factor in the new basis.
         """
+        if not isinstance(factor, Tensor):
+            return self._take_by_piece(factor.pieces, weight)
         old = widened(self.trace)
         if self.diagonal:
             return self._keep(None, old + weight * factor), None, factor
-        values, new = symmetric_eigen(self._summed(old) + weight.unsqueeze(-1) * factor)
-        overlap = new.mT if self.vectors is None else new.mT @ widened(self.vectors)
+        known = None if self.vectors is None else pieces(self.vectors)[0]
+        # widened twice rather than held while the eigenvectors are found: that is when most memory is in use
+        values, new = symmetric_eigen(_summed(known, old) + weight.unsqueeze(-1) * factor)
+        overlap = new.mT if known is None else new.mT @ widened(known)
         carry = overlap.square()
         # Stored bases are rounded, so columns sum to 1 only almost; made exact, the trace is kept exactly.
         carry /= carry.sum(-2, keepdim=True)
         return self._keep(new, values), carry, (factor @ new).mul_(new).sum(-2)
 
-    def _summed(self, trace: Tensor) -> Tensor:
-        """The partial trace as a matrix."""
-        if self.vectors is None:
-            return torch.diag_embed(trace)
-        vectors = widened(self.vectors)
-        return (vectors * trace.unsqueeze(-2)) @ vectors.mT
+    def _take_by_piece(self, factor: Sequence[Tensor], weight: Tensor) -> tuple[Basis, Matrix, Tensor]:
+        known = [None] * len(self.sizes) if self.vectors is None else pieces(self.vectors)
+        taken = [
+            Basis(vectors, trace, False, (size,), self.rest).take(piece, weight)
+            for piece, vectors, trace, size in zip(
+                factor, known, self.trace.split_with_sizes(self.sizes, -1), self.sizes, strict=True
+            )
+        ]
+        vectors = joined([part for basis, _, _ in taken for part in pieces(_there(basis.vectors))])
+        carry = joined([part for _, carry, _ in taken for part in pieces(_there(carry))])
+        trace = torch.cat([basis.trace for basis, _, _ in taken], -1)
+        return replace(self, vectors=vectors, trace=trace), carry, torch.cat([values for _, _, values in taken], -1)
 
     def _keep(self, vectors: Tensor | None, trace: Tensor) -> Basis:
         like = self.trace
@@ -101,25 +114,32 @@ class Kronecker(Precision):
         *,
         inputs_diagonal: bool = False,
         outputs_diagonal: bool = False,
+        inputs_sizes: tuple[int, ...] | None = None,
+        outputs_sizes: tuple[int, ...] | None = None,
         rest: Rest = AS_USED,
     ) -> Kronecker:
-        """The prior alone."""
-
-        def side(shape: torch.Size, diagonal: bool) -> Basis:
-            return Basis(None, torch.zeros(shape, dtype=like.dtype, device=like.device), diagonal, rest)
-
+        """The prior alone; a side is cut into pieces of the sizes given."""
         *groups, out, in_ = shape
+
+        def side(size: int, diagonal: bool, sizes: tuple[int, ...] | None) -> Basis:
+            trace = torch.zeros((*groups, size), dtype=like.dtype, device=like.device)
+            return Basis(None, trace, diagonal, sizes or (size,), rest)
+
         return cls(
             shape,
             prior,
-            side(torch.Size([*groups, in_]), inputs_diagonal),
-            side(torch.Size([*groups, out]), outputs_diagonal),
+            side(in_, inputs_diagonal, inputs_sizes),
+            side(out, outputs_diagonal, outputs_sizes),
             WeightedSum.zero(shape, like),
         )
 
     @property
     def _full(self) -> Tensor:
         return self.values.total + self.prior
+
+    @property
+    def _bases(self) -> dict[str, Basis]:
+        return {"inputs": self.inputs, "outputs": self.outputs}
 
     def rotate(self, v: Tensor) -> Tensor:
         """U_H^T v U_Q: the block in the eigenbasis."""
@@ -136,8 +156,8 @@ class Kronecker(Precision):
     def add(self, term: Term, strength: float) -> Self:
         if not isinstance(term, KroneckerTerm):
             raise TypeError(f"a kronecker precision takes a KroneckerTerm, not {type(term).__name__}")
-        q = _as_side(term.inputs, term.inputs_diagonal, self.inputs.diagonal)
-        h = _as_side(term.outputs, term.outputs_diagonal, self.outputs.diagonal)
+        q = _as_side(term.inputs, term.inputs_diagonal, self.inputs)
+        h = _as_side(term.outputs, term.outputs_diagonal, self.outputs)
         q_trace, h_trace = _trace(q, self.inputs.diagonal), _trace(h, self.outputs.diagonal)
         weight = max(strength, 1e-9)  # a task of strength 0 chooses the bases where no other does
         inputs, carry_in, q_values = self.inputs.take(q, weight * h_trace.unsqueeze(-1))
@@ -170,13 +190,13 @@ class Kronecker(Precision):
         factor, values = self.values.factored
         scaled = values * self.rotate(v)
         rows, columns = self.sides()
-        if columns is None or v.dim() > 2:
+        if not isinstance(columns, Tensor) or v.dim() > 2:
             return torch.add(self.prior * v, self.rotate_back(scaled), alpha=factor)
         # the same in one product: prior v + factor (U_H scaled) U_Q^T
         left = scaled if rows is None else rows @ scaled
         return torch.addmm(v, left, columns.mT, beta=self.prior, alpha=factor)
 
-    def sides(self) -> tuple[Tensor | None, Tensor | None]:
+    def sides(self) -> tuple[Matrix | None, Matrix | None]:
         return self.outputs.columns, self.inputs.columns
 
     def apply_in_sides(self, v: Tensor) -> Tensor:
@@ -198,10 +218,17 @@ class Kronecker(Precision):
         product = self.separable()
         if product is None or self.inputs.vectors is None or self.outputs.vectors is None:
             return self.apply
-        (h, q), U_q, U_h = product, widened(self.inputs.vectors), widened(self.outputs.vectors)
         like = self.values.plain
-        Q = ((U_q * q) @ U_q.mT).to(like.device, like.dtype)
-        H = ((U_h * h) @ U_h.mT).to(like.device, like.dtype)
+
+        def multiplied_out(vectors: Matrix, values: Tensor) -> Matrix:
+            parts = pieces(vectors)
+            each = zip(parts, values.split_with_sizes([part.shape[-1] for part in parts]), strict=True)
+            return joined([_summed(part, some).to(like.device, like.dtype) for part, some in each])
+
+        H = multiplied_out(self.outputs.vectors, product[0])
+        Q = multiplied_out(self.inputs.vectors, product[1])
+        if not isinstance(Q, Tensor):
+            return lambda v: self.prior * v + (H @ v) @ Q
         return lambda v: torch.addmm(v, H @ v, Q, beta=self.prior)
 
     def quadratic(self, v: Tensor) -> Tensor:
@@ -218,7 +245,7 @@ class Kronecker(Precision):
     @property
     def rounded(self) -> bool:
         """Whether the bases are not quite orthonormal."""
-        return any(basis.rest.dtype and basis.vectors is not None for basis in (self.inputs, self.outputs))
+        return any(basis.rest.dtype and basis.vectors is not None for basis in self._bases.values())
 
     def spectrum(self) -> Spectrum:
         return Spectrum(self.values.plain, self.values.total, self.prior, self.rotate, self.rotate_back)
@@ -251,10 +278,10 @@ class Kronecker(Precision):
 
     def tensors(self) -> dict[str, Tensor]:
         kept = self.values.tensors("eigenvalues")
-        for name, basis in (("inputs", self.inputs), ("outputs", self.outputs)):
+        for name, basis in self._bases.items():
             kept[f"{name}.trace"] = basis.trace
             if basis.vectors is not None:
-                kept[f"{name}.vectors"] = basis.vectors
+                kept |= named(f"{name}.vectors", basis.vectors)
         return kept
 
     def facts(self) -> Facts:
@@ -263,6 +290,7 @@ class Kronecker(Precision):
             "strength": self.values.strength,
             "inputs_diagonal": self.inputs.diagonal,
             "outputs_diagonal": self.outputs.diagonal,
+            **{f"{n}_sizes": list(b.sizes) for n, b in self._bases.items() if len(b.sizes) > 1},
             **self.inputs.rest.facts(),
         }
 
@@ -273,10 +301,15 @@ class Kronecker(Precision):
 
         def side(name: str, size: int) -> Basis:
             trace = check_shape(f"{name}.trace", tensors[f"{name}.trace"], (*groups, size))
-            vectors = tensors.get(f"{name}.vectors")
+            sizes = tuple(map(int, facts.get(f"{name}_sizes", [size])))
+            if sum(sizes) != size:
+                raise ValueError(f"{name}_sizes are {sizes}, and the side has {size}")
+            vectors = find(f"{name}.vectors", tensors)
             if vectors is not None:
-                vectors = rest.lay(check_shape(f"{name}.vectors", vectors, (*groups, size, size)))
-            return Basis(vectors, trace, bool(facts[f"{name}_diagonal"]), rest)
+                each = zip(pieces(vectors), sizes, strict=True)
+                checked = [check_shape(f"{name}.vectors", part, (*groups, n, n)) for part, n in each]
+                vectors = joined([rest.lay(part) for part in checked])
+            return Basis(vectors, trace, bool(facts[f"{name}_diagonal"]), sizes, rest)
 
         for name in ("eigenvalues", "eigenvalues.weighted"):
             if name in tensors:
@@ -285,13 +318,30 @@ class Kronecker(Precision):
         return cls(shape, fact(facts, "prior"), side("inputs", in_), side("outputs", out), values)
 
 
-def _as_side(factor: Tensor, is_diagonal: bool, wants_diagonal: bool) -> Tensor:
-    """The factor in float64, as a diagonal or as a matrix, whichever that side of the block keeps."""
-    factor = widened(factor)
-    if is_diagonal == wants_diagonal:
-        return factor
-    return factor.diagonal(dim1=-2, dim2=-1) if wants_diagonal else torch.diag_embed(factor)
+def _as_side(factor: Matrix, is_diagonal: bool, basis: Basis) -> Matrix:
+    """The factor in float64, as a diagonal, a matrix or its pieces, whichever that side of the block keeps."""
+    if basis.diagonal:
+        return widened(factor if is_diagonal and isinstance(factor, Tensor) else diagonal(factor))
+    if isinstance(factor, Tensor) and is_diagonal:
+        return joined([torch.diag_embed(widened(part)) for part in factor.split_with_sizes(basis.sizes, -1)])
+    if isinstance(factor, Tensor) and len(basis.sizes) > 1:
+        rows = factor.split_with_sizes(basis.sizes, -2)
+        return joined([widened(part.split_with_sizes(basis.sizes, -1)[i]) for i, part in enumerate(rows)])
+    return joined([widened(piece) for piece in pieces(factor)])
 
 
-def _trace(factor: Tensor, diagonal: bool) -> Tensor:
-    return factor.sum(-1) if diagonal else factor.diagonal(dim1=-2, dim2=-1).sum(-1)
+def _trace(factor: Matrix, is_diagonal: bool) -> Tensor:
+    return factor.sum(-1) if is_diagonal and isinstance(factor, Tensor) else diagonal(factor).sum(-1)
+
+
+def _summed(vectors: Tensor | None, values: Tensor) -> Tensor:
+    """The matrix with these eigenvectors (the identity where None) and eigenvalues, in float64."""
+    if vectors is None:
+        return torch.diag_embed(values)
+    vectors = widened(vectors)
+    return (vectors * values.unsqueeze(-2)) @ vectors.mT
+
+
+def _there(matrix: Matrix | None) -> Matrix:
+    assert matrix is not None
+    return matrix

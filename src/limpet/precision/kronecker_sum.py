@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from limpet.errors import UnsupportedError
 from limpet.precision.base import Facts, Precision, check_shape, fact, noise
+from limpet.precision.block_diagonal import Matrix, diagonal, find, joined, named, pieces
 from limpet.precision.kronecker import Kronecker
 from limpet.precision.linalg import conjugate_gradients, symmetric_eigen, widened
 from limpet.precision.rest import AS_USED, Rest
@@ -45,15 +46,11 @@ class KroneckerSum(Precision):
         prior: float,
         like: Tensor,
         *,
-        inputs_diagonal: bool = False,
-        outputs_diagonal: bool = False,
         rest: Rest = AS_USED,
+        **sides: Any,
     ) -> KroneckerSum:
-        """The prior alone."""
-        eigenbasis = Kronecker.start(
-            shape, prior, like, inputs_diagonal=inputs_diagonal, outputs_diagonal=outputs_diagonal, rest=rest
-        )
-        return cls(shape, prior, (), (), eigenbasis)
+        """The prior alone; `sides` as for `Kronecker.start`."""
+        return cls(shape, prior, (), (), Kronecker.start(shape, prior, like, rest=rest, **sides))
 
     @property
     def _like(self) -> Tensor:
@@ -146,8 +143,7 @@ class KroneckerSum(Precision):
     def tensors(self) -> dict[str, Tensor]:
         kept = {f"eigenbasis.{name}": tensor for name, tensor in self.eigenbasis.tensors().items()}
         for i, term in enumerate(self.terms):
-            kept[f"terms.{i}.inputs"] = term.inputs
-            kept[f"terms.{i}.outputs"] = term.outputs
+            kept |= named(f"terms.{i}.inputs", term.inputs) | named(f"terms.{i}.outputs", term.outputs)
         return kept
 
     def facts(self) -> Facts:
@@ -159,10 +155,18 @@ class KroneckerSum(Precision):
         inner = {k.removeprefix("eigenbasis."): t for k, t in tensors.items() if k.startswith("eigenbasis.")}
         eigenbasis = Kronecker.restore(shape, inner, facts)
 
-        def side(name: str, size: int) -> tuple[Tensor, bool]:
-            tensor = tensors[name]
-            diagonal = tensor.dim() == len(groups) + 1
-            return check_shape(name, tensor, (*groups, size) if diagonal else (*groups, size, size)), diagonal
+        def side(name: str, size: int) -> tuple[Matrix, bool]:
+            found = find(name, tensors)
+            if found is None:
+                raise KeyError(name)
+            parts = pieces(found)
+            if len(parts) == 1 and parts[0].dim() == len(groups) + 1:
+                return check_shape(name, parts[0], (*groups, size)), True
+            rows = [part.shape[-1] for part in parts] if len(parts) > 1 else [size]
+            if sum(rows) != size:
+                raise ValueError(f"{name} is in pieces of shape {rows}, and the side has {size}")
+            each = zip(parts, rows, strict=True)
+            return joined([check_shape(name, part, (*groups, n, n)) for part, n in each]), False
 
         terms = []
         for i in range(len(facts["strengths"])):
@@ -177,5 +181,5 @@ def _tolerance(v: Tensor) -> float:
     return 1e-12 if v.dtype == torch.float64 else 1e-7
 
 
-def _diagonal_of(factor: Tensor, diagonal: bool) -> Tensor:
-    return widened(factor if diagonal else factor.diagonal(dim1=-2, dim2=-1))
+def _diagonal_of(factor: Matrix, is_diagonal: bool) -> Tensor:
+    return widened(factor if is_diagonal and isinstance(factor, Tensor) else diagonal(factor))

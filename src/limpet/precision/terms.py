@@ -11,20 +11,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from limpet.precision.block_diagonal import Matrix, pieces
+
 
 @dataclass(frozen=True)
 class KroneckerTerm:
-    """Q (x) H with Q = `inputs` and H = `outputs`, each a matrix (..., n, n) or a diagonal (..., n)."""
+    """Q (x) H with Q = `inputs` and H = `outputs`: matrices (..., n, n), whole or in pieces, or diagonals (..., n)."""
 
-    inputs: Tensor
-    outputs: Tensor
+    inputs: Matrix
+    outputs: Matrix
     inputs_diagonal: bool = False
     outputs_diagonal: bool = False
 
     def apply(self, v: Tensor) -> Tensor:
         """H v Q: this Fisher times v, in the shape of W."""
-        left = self.outputs.unsqueeze(-1) * v if self.outputs_diagonal else self.outputs @ v
-        return left * self.inputs.unsqueeze(-2) if self.inputs_diagonal else left @ self.inputs
+        h, q = self.outputs, self.inputs
+        left = h.unsqueeze(-1) * v if self.outputs_diagonal and isinstance(h, Tensor) else h @ v
+        return left * q.unsqueeze(-2) if self.inputs_diagonal and isinstance(q, Tensor) else left @ q
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Q and H written out as matrices."""
+
+        def written_out(factor: Matrix, is_diagonal: bool) -> Tensor:
+            if not isinstance(factor, Tensor):
+                return factor.dense()
+            return torch.diag_embed(factor) if is_diagonal else factor
+
+        return written_out(self.inputs, self.inputs_diagonal), written_out(self.outputs, self.outputs_diagonal)
 
     def scaled(self, factor: float) -> KroneckerTerm:
         """`factor` times this Fisher."""
@@ -32,7 +45,7 @@ class KroneckerTerm:
 
     def is_finite(self) -> bool:
         """Whether no entry is inf or nan."""
-        return bool(torch.isfinite(self.inputs).all() & torch.isfinite(self.outputs).all())
+        return all(bool(torch.isfinite(piece).all()) for piece in (*pieces(self.inputs), *pieces(self.outputs)))
 
 
 @dataclass(frozen=True)

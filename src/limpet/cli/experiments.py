@@ -1,42 +1,26 @@
-"""The command line: `limpet run`, `sweep`, `report`, `list`, `consolidate`, `inspect` and `plan`."""
+"""`limpet run`, `sweep`, `report` and `list`: the experiments."""
 
 from __future__ import annotations
 
-import signal
-import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from limpet.errors import LimpetError, LimpetWarning
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-try:
-    import typer
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.table import Table
-except ImportError as missing:  # the core is installed without the extra
-    sys.exit(f"limpet: the command line needs {missing.name}: pip install 'limpet[experiments]'")
+from limpet.cli.base import Structure, app, console
+from limpet.errors import LimpetError
 
 if TYPE_CHECKING:
     from limpet.experiments import Preset, Recipe
 
-app = typer.Typer(
-    help="Networks that learn new things without forgetting the old ones: the experiments, one command each.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
-console = Console()
-
 Experiment = Annotated[str, typer.Argument(help="A task sequence: `limpet list` shows them.")]
 Method = Annotated[str | None, typer.Option(help="What is done against forgetting: `limpet list` shows them.")]
-Structure = Annotated[str | None, typer.Option(help="kronecker, diagonal, kronecker-sum or dense.")]
 Tasks = Annotated[int | None, typer.Option(help="How many tasks, where the sequence leaves it open.")]
 Scenario = Annotated[str | None, typer.Option(help="task, domain or class, for split sequences.")]
 Strength = Annotated[
@@ -166,137 +150,6 @@ def report_command(
         console.print(str(path), highlight=False)
 
 
-@app.command("consolidate")
-def consolidate_command(
-    model: Annotated[str, typer.Option(help="A causal language model: a folder, or its name on the hub.")],
-    data: Annotated[
-        list[str],
-        typer.Option(help="Text it should keep: a file, a folder, or a set on the hub. Repeat for several."),
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The memory file.")] = Path("memory.safetensors"),
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens are looked at.")] = 20_000,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of one sequence.")] = 256,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 4,
-    structure: Structure = None,
-    with_vocabulary: Annotated[bool, typer.Option(help="Hold embedding and head too.")] = False,
-    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 for half the room.")] = "float32",
-) -> None:
-    """Make the memory of a published language model, from text that stands for what it should keep.
-
-    limpet consolidate --model HuggingFaceTB/SmolLM2-135M-Instruct --data speeches.txt -o memory.safetensors
-
-    Called again after it was stopped, it goes on where it was. Beside the file it writes a section for the model card.
-    On many processes (torchrun --nproc-per-node 8 -m limpet.cli consolidate ...) each reads its part of the text.
-    """
-    from limpet import hub, language, parallel
-
-    transformers, torch = _needed("transformers"), _needed("torch")
-    if dtype not in ("float32", "bfloat16"):
-        raise LimpetError(f"--dtype is float32 or bfloat16, not {dtype!r}")
-    try:
-        network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        told = str(error).splitlines()[0]
-        raise LimpetError(f"{model} is no causal language model that could be read: {told}") from error
-    rows = language.rows(tokenizer, data, tokens=tokens, length=length)
-    with parallel.launched() as first:
-        if first:
-            console.print(f"{len(rows)} sequences of {length} tokens from {', '.join(data)}", highlight=False)
-        memory = language.remember(
-            network,
-            torch.split(rows, batch_size),
-            structure=structure or "kronecker",
-            with_vocabulary=with_vocabulary,
-            checkpoint=out.with_suffix(".pass"),
-        )
-        if not first:
-            return
-        memory.save(out)
-    page = out.with_suffix(".md")
-    page.write_text(hub.card(memory, model, ", ".join(Path(source).name for source in data)))
-    console.print(f"{out}: {memory.nbytes / 1e6:.1f} MB; a section for the model card is in {page}", highlight=False)
-
-
-def _needed(name: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ImportError as missing:
-        raise LimpetError(f"this command needs {missing.name}: pip install 'limpet[transformers]'") from missing
-
-
-@app.command("inspect")
-def inspect_command(
-    path: Annotated[Path, typer.Argument(help="A memory file.")],
-    plot: Annotated[Path | None, typer.Option(help="Draw what a new task would overwrite, into this PNG.")] = None,
-) -> None:
-    """Show what is in a memory file: its layers, how much of each is held, and its tasks.
-
-    limpet inspect memory.safetensors --plot stakes.png
-    """
-    from limpet.experiments.console import show_inspection
-    from limpet.inspection import inspect
-
-    found = inspect(path)
-    show_inspection(console, found)
-    if plot is not None:
-        from limpet.experiments.figures import stakes
-
-        stakes(found).savefig(plot, dpi=130)
-        console.print(str(plot), highlight=False)
-
-
-@app.command("plan")
-def plan_command(
-    model: Annotated[
-        str, typer.Option(help="A name on the hub, a folder with a config.json, or package.module:factory.")
-    ],
-    ranks: Annotated[int, typer.Option(min=1, help="Processes that train together.")] = 1,
-    structure: Annotated[str | None, typer.Option(help="One structure; by default all of them.")] = None,
-    tasks: Annotated[int, typer.Option(min=1, help="Tasks that have been taken in.")] = 10,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens (or examples) of a training step, all ranks.")] = 4096,
-    rank: Annotated[int | None, typer.Option(min=1, help="Train by LoRA adapters of this rank.")] = None,
-    max_side: Annotated[int | None, typer.Option(min=1, help="The longest side that keeps a dense factor.")] = None,
-    at_rest: Annotated[str | None, typer.Option(help="float16 or bfloat16: bases in two bytes.")] = None,
-    auto_strength: Annotated[bool, typer.Option("--auto-strength", help="Tasks of different strengths.")] = False,
-    exclude: Annotated[list[str], typer.Option(help="Leave these out, as exclude=[...] does. Repeatable.")] = [],  # noqa: B006
-) -> None:
-    """Say what a memory of a model would cost, without reading or allocating one weight of it.
-
-    limpet plan --model meta-llama/Llama-3.2-1B --ranks 8 --rank 16
-    """
-    from limpet.blueprint import blueprint
-    from limpet.errors import UnsupportedError
-    from limpet.methods.memory import MAX_SIDE
-    from limpet.plan import plan
-    from limpet.precision import STRUCTURES
-
-    network = blueprint(model)
-    for number, name in enumerate([structure] if structure else STRUCTURES):
-        try:
-            found = plan(
-                network,
-                structure=name,
-                ranks=ranks,
-                tasks=tasks,
-                tokens=tokens,
-                rank=rank,
-                max_side=max_side or MAX_SIDE,
-                at_rest=at_rest,
-                auto_strength=auto_strength,
-                exclude=exclude,
-            ).table(most=12)
-        except ValueError as error:
-            raise LimpetError(str(error)) from error
-        except UnsupportedError as refused:
-            if structure:
-                raise
-            found = f"{name}: refused: {refused}"
-        console.print("\n" * bool(number) + found, markup=False, highlight=False, soft_wrap=True)
-
-
 @app.command("list")
 def list_command(files: Files = []) -> None:  # noqa: B006
     """Show the task sequences, methods, networks and presets there are."""
@@ -396,27 +249,3 @@ def _every_second(action: Callable[[], None]) -> Iterator[None]:
         over.set()
         thread.join()
         action()
-
-
-def _one_line(message: Warning | str, *_: Any, **__: Any) -> None:
-    Console(stderr=True).print(
-        f"[yellow]note:[/yellow] {escape(str(message).removeprefix('limpet: '))}", highlight=False
-    )
-
-
-def main() -> None:
-    """The entry point: every error that limpet raises on purpose is one line."""
-    warnings.simplefilter("once", LimpetWarning)
-    warnings.showwarning = _one_line
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        app(standalone_mode=True)
-    except (LimpetError, OSError, UnicodeDecodeError) as error:
-        Console(stderr=True).print(f"[red]limpet:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
-if __name__ == "__main__":
-    main()
