@@ -53,9 +53,10 @@ RUNS: dict[str, tuple[str, str, float]] = {  # name: what trains, what holds, ho
     "factors 100": ("adapters", "factors", 100.0),
     "last plain": ("last", "nothing", 0.0),
     "last kronecker 10": ("last", "kronecker", 10.0),
-    "kronecker 0.1": ("adapters", "kronecker", 0.1),
+    "factors 1000": ("adapters", "factors", 1000.0),
     "l2 10": ("adapters", "l2", 10.0),
-    "factors 1": ("adapters", "factors", 1.0),
+    "factors 10000": ("adapters", "factors", 10_000.0),
+    "kronecker 1000": ("adapters", "kronecker", 1000.0),
 }
 
 

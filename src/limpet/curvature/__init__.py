@@ -12,10 +12,11 @@ from limpet.curvature.blocks import (
     unwrapped,
 )
 from limpet.curvature.checkpoint import Checkpoint
-from limpet.curvature.fisher import FISHERS, Displacement, Fisher, FisherPass
+from limpet.curvature.fisher import Displacement, Fisher, FisherPass
 from limpet.curvature.guard import shifted, trainable, untouched
 from limpet.curvature.sharded import ShardedPass
 from limpet.curvature.structure import MOST_PIECES, Structure
+from limpet.curvature.sums import FISHERS
 
 __all__ = [
     "DIRECT",
