@@ -64,10 +64,10 @@ def task(number: int) -> list[tuple[Tensor, Tensor]]:
     return [(tokens, (1.5 + 1.5 * sines(number + 0.5, 12)).long().clamp(0, 2))]
 
 
-def laplace(method: str, structure: str) -> limpet.Memory:
+def laplace(method: str, structure: str, max_side: int = 5) -> limpet.Memory:
     """Two tasks, of different strengths, so that the sums with and without them differ."""
     model = Net()
-    memory = METHODS[method](model, structure=structure, strength=20.0, prior_precision=0.1, max_side=5)
+    memory = METHODS[method](model, structure=structure, strength=20.0, prior_precision=0.1, max_side=max_side)
     for number in range(2):
         earlier = {"earlier": [task(0)]} if number and method == "approximate-laplace" else {}
         memory.consolidate(task(number), progress=False, **earlier)
@@ -114,6 +114,10 @@ MADE: dict[str, Callable[[], limpet.Memory]] = {
     for structure in STRUCTURES
 }
 MADE |= {"synaptic-intelligence": synaptic_intelligence, "online-laplace-kronecker-protecting": protecting}
+MADE |= {
+    f"online-laplace-{structure}-in-pieces": lambda structure=structure: laplace("online-laplace", structure, 2)  # type: ignore[misc]
+    for structure in ("kronecker", "kronecker-sum")
+}
 
 
 def says(path: Path) -> dict[str, Any]:
