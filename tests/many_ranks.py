@@ -68,7 +68,8 @@ def passes(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None
         for structure, fisher in itertools.product(STRUCTURES, FISHERS):
             model, x, y = networks.build(name)
             model = in_pieces(model, size) if sharded else model
-            memory = limpet.OnlineLaplace(model, structure=structure, fisher=fisher)
+            max_side = 4 if fisher == "sampled" else 4096  # so that sides in pieces are among them
+            memory = limpet.OnlineLaplace(model, structure=structure, fisher=fisher, max_side=max_side)
             x, y = torch.cat([x, x.flip(1), x, x.flip(1)]), torch.cat([y, y, y.flip(0), y])
             for data in ((x, y), (x.flip(0), y)):
                 memory.consolidate(shards(*data, rank, size), progress=False)
@@ -114,7 +115,7 @@ def transformer(size: int) -> tuple[nn.Module, Tensor, Tensor]:
 def keep(folder: Path, rank: int, size: int) -> None:
     """Saved inside `protect`, so that what a proximal step carries on is saved, too."""
     model, x, y = transformer(size)
-    memory = limpet.PerTaskLaplace(model, strength=3.0)
+    memory = limpet.PerTaskLaplace(model, strength=3.0, max_side=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     memory.consolidate([(x, y)], progress=False)
     for task in range(2):
