@@ -179,16 +179,17 @@ def two_call_gradients(model: nn.Module, first: nn.Module, second: nn.Module, x:
     return torch.cat(rows)
 
 
-def test_tied_weight_counts_its_users_as_positions_and_each_bias_is_its_own() -> None:
+def test_tied_weight_has_a_term_for_each_user_and_each_bias_is_its_own() -> None:
     model, x, y = build("tied weight")
     found = measure(model, [(x, y)], CATEGORICAL, "kronecker")
     assert [b.name for b in found.blocks] == ["a.weight", "a.bias", "b.bias", "last"]
-    (term,) = found.terms["a.weight"]
-    assert isinstance(term, KroneckerTerm)
-    a = torch.cat([x, torch.tanh(model.a(x))]).detach()
-    close(term.inputs, a.T @ a / 12)
-    g = two_call_gradients(model, model.a, model.b, x)
-    close(term.outputs, g.T @ g)
+    gradients = two_call_gradients(model, model.a, model.b, x).unflatten(0, (-1, 2, 6)).transpose(0, 1).flatten(1, 2)
+    inputs = (x, torch.tanh(model.a(x)).detach())
+    for term, a, g in zip(found.terms["a.weight"], inputs, gradients, strict=True):
+        assert isinstance(term, KroneckerTerm)
+        q, h = term.factors()
+        close(q, a.T @ a / 6)
+        close(h, g.T @ g)
     # a bias alone is a matrix of one column, whose Kronecker block is exact
     bias = next(b for b in found.blocks if b.name == "a.bias")
     close(kronecker(found.terms["a.bias"][0]), dense_fisher(model, bias, x, y, CATEGORICAL))

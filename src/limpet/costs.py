@@ -81,7 +81,7 @@ class Row:
 class Product:
     """Which sides of one Kronecker product Q (x) H are dense."""
 
-    kind: str
+    use: str
     inputs: bool
     outputs: bool
     data_left: bool  # H is made of the data and Q of the gradients: an embedding
@@ -111,12 +111,12 @@ class Outline:
         sizes = (sides["inputs_sizes"] or (in_,), sides["outputs_sizes"] or (out,))
         products = [
             Product(
-                layer.kind,
+                block.use(layer),
                 inputs and not (layer.data_one_hot and not layer.data_left),
                 outputs and not (layer.data_one_hot and layer.data_left),
                 layer.data_left,
             )
-            for layer in {layer.kind: layer for layer in block.layers}.values()
+            for layer in block.layers
         ]
         name = structure.of(block)
         dense = name.startswith("kronecker")
@@ -180,7 +180,7 @@ class Outline:
             return {"matrix": self.numbers**2} if self.structure == "dense" else {"squares": self.numbers}
         found: dict[str, int] = {}
         for product in self.products:
-            names = [f"data/{product.kind}", f"gradients/{product.kind}"]
+            names = [f"data/{product.use}", f"gradients/{product.use}"]
             q, h = reversed(names) if product.data_left else names
             found |= self._side(q, self.in_sizes, product.inputs) | self._side(h, self.out_sizes, product.outputs)
         return found

@@ -61,7 +61,7 @@ class Accumulator(ABC):
 
 
 class KroneckerAccumulator(Accumulator):
-    """For every kind of layer that uses the weights: the mean of the data's and the sum of the gradients' squares.
+    """For every layer that uses the weights: the mean of the data's and the sum of the gradients' squares.
 
     With a the data and g the gradients over all examples n, positions and calls r, Q = mean of a a^T and
     H = sum of g g^T. Calls of a reused module count as positions, padding does not.
@@ -95,10 +95,10 @@ class KroneckerAccumulator(Accumulator):
 
     def add_data(self, calls: Sequence[Call]) -> None:
         for call in calls:
-            layer = call.layer
+            layer, use = call.layer, self.block.use(call.layer)
             side = "out" if layer.data_left else "in"
             diagonal = self.diagonal[side] or layer.data_one_hot
-            total = self._side(self.data, layer.kind, side, diagonal=diagonal)
+            total = self._side(self.data, use, side, diagonal=diagonal)
             if isinstance(layer, Embedding) and isinstance(total, Tensor):
                 counts = layer.counts(call, self.dtype)
                 total += counts
@@ -111,13 +111,13 @@ class KroneckerAccumulator(Accumulator):
                 add = add_gram if call.same_input is None else call.same_input.add_to
                 add(total, rows, ones=ones, diagonal=diagonal)
                 seen = rows.shape[-2]
-            self.count[layer.kind] = self.count.get(layer.kind, 0) + seen
+            self.count[use] = self.count.get(use, 0) + seen
 
     def add_gradients(self, calls: Sequence[Call]) -> None:
         for call in calls:
             side = "in" if call.layer.data_left else "out"
             gradient = call.layer.gradient_rows(call)
-            total = self._side(self.gradients, call.layer.kind, side, diagonal=self.diagonal[side])
+            total = self._side(self.gradients, self.block.use(call.layer), side, diagonal=self.diagonal[side])
             add_gram(total, gradient.flatten(-3, -2), ones=False, diagonal=self.diagonal[side])
 
     def add_example(self, gradient: Tensor) -> None:
@@ -131,7 +131,7 @@ class KroneckerAccumulator(Accumulator):
         return kept | {f"count/{kind}": torch.tensor(count) for kind, count in self.count.items()}
 
     def load(self, sums: Mapping[str, Tensor]) -> None:
-        for kind in {layer.kind for layer in self.block.layers}:
+        for kind in map(self.block.use, self.block.layers):
             if f"count/{kind}" in sums:
                 self.count[kind] = int(sums[f"count/{kind}"])
             for part, matrices in (("data", self.data), ("gradients", self.gradients)):
@@ -144,7 +144,7 @@ class KroneckerAccumulator(Accumulator):
         for kind, data in self.data.items():
             if kind not in self.gradients:
                 continue
-            layer = next(layer for layer in self.block.layers if layer.kind == kind)
+            layer = next(layer for layer in self.block.layers if self.block.use(layer) == kind)
             data_diagonal = layer.data_one_hot or self.diagonal["out" if layer.data_left else "in"]
             gradients_diagonal = self.diagonal["in" if layer.data_left else "out"]
             mean = _finished(data, data_diagonal) / max(self.count[kind], 1)

@@ -68,6 +68,12 @@ class Block:
         """The inverse of `gather`: what a matrix in the shape of the block is to each parameter, by name."""
         return dict(zip(self.parameters, self.split(matrix), strict=True))
 
+    def use(self, layer: Layer) -> str:
+        """What one of the layers does with the weights, as a name: its kind, numbered where several are of one."""
+        same = [other for other in self.layers if other.kind == layer.kind]
+        number = next(i for i, other in enumerate(same) if other is layer)
+        return f"{layer.kind} {number + 1}" if number else layer.kind
+
     def made_direct(self) -> list[Block]:
         """The same parameters, each in a direct block of its own."""
         return [direct(name, shape) for name, shape in zip(self.parameters, self.shapes, strict=True)]
