@@ -185,6 +185,47 @@ def whole(parameter: Any) -> Tensor:
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
 
 
+def callback(folder: Path, rank: int, size: int) -> None:
+    """The callback of transformers with a sharded memory: it logs, it writes one file, it goes on from it."""
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from limpet.integrations.transformers import MemoryCallback
+
+    model, x, y = transformer(size)
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate([(x, y)], progress=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    arguments, state = TrainingArguments(output_dir=str(folder), use_cpu=True), TrainerState(global_step=3)
+    state.is_world_process_zero = rank == 0
+    control, held = TrainerControl(), MemoryCallback(memory, examples=6)
+    for _ in range(2):  # the second time from the file of the first
+        held.on_train_begin(arguments, state, control, model=model, optimizer=optimizer)
+        F.cross_entropy(model(x.flip(1)), y).backward()
+        optimizer.step()
+        logs = {"loss": 1.0}
+        held.on_log(arguments, state, control, logs=logs)
+        held.on_save(arguments, state, control)
+        held.close(finished=True)
+    assert logs.keys() == {"loss", "memory_forecast"} and logs["memory_forecast"] > 0
+    dist.barrier()
+    model, _, _ = transformer(size)
+    assert limpet.load(folder / "checkpoint-3", model).tasks == 1
+
+
+def reduced(rank: int) -> None:
+    """Whole numbers stay whole beside floats, above what float32 can count."""
+    ranks = limpet.parallel.current()
+    assert ranks is not None
+    sums = {"a": torch.full((2,), rank + 0.5), "count": torch.tensor(2**24 + rank), "b": torch.ones(1) * rank}
+    found = ranks.reduce(sums, 1)
+    if rank == 1:
+        assert found is not None and list(found) == list(sums)
+        assert found["count"].dtype == torch.int64 and int(found["count"]) == 2**25 + 1
+        assert found["a"].tolist() == [2.0, 2.0] and found["b"].tolist() == [1.0]
+    else:
+        assert found is None
+
+
 def wrong(rank: int) -> None:
     """All ranks hear of it, and none waits."""
     model, x, y = networks.build("linear")
@@ -220,6 +261,8 @@ def main() -> None:
         "pass-sharded": lambda: passes(Path(rest[0]), rank, size, sharded=True),
         "train-sharded": lambda: train(Path(rest[0]), rank, size, sharded=True),
         "wrong": lambda: wrong(rank),
+        "callback": lambda: callback(Path(rest[0]), rank, size),
+        "reduced": lambda: reduced(rank),
     }
     jobs[what]()
     print(f"rank {rank} is done", flush=True)

@@ -90,6 +90,8 @@ def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         (["run", "permuted-mnist", "--set", "training=5", "--set", "training.lr=1"], "training"),
         (["run", "permuted-mnist", "--set", "device='[b]'"], "device '[b]' is not there"),
         (["report", "nowhere"], "there is no folder nowhere"),
+        (["consolidate", "--model", "m", "--data", "d", "--structure", "kron"], "--structure is one of diagonal, kron"),
+        (["consolidate", "--model", "m", "--data", "d", "--at-rest", "int8"], "--at-rest is one of bfloat16, float16"),
     ],
 )
 def test_wrong_input_is_one_line(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import networks
-from limpet.curvature import DIRECT, discover, same_input
+from limpet.curvature import DIRECT, Structure, discover, same_input
 from limpet.curvature.gram import add_gram
 from limpet.errors import CurvatureError, UnsupportedError
 from limpet.likelihoods import Categorical, Gaussian
@@ -519,3 +519,11 @@ def test_layers_that_read_the_same_input_have_one_factor_made_for_them(
     assert len(made) == 4
     for name, (term,) in shared.terms.items():
         close(kronecker(term), kronecker(alone.terms[name][0]), 1e-12)
+
+
+def test_a_bias_does_not_cut_a_side() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 9, bias=False), nn.Linear(9, 2))
+    first, second, third = (Structure("kronecker", 4).sides(block) for block in discover(model))
+    assert first["inputs_sizes"] == (5,) and first["outputs_sizes"] == (3,)
+    assert second["inputs_sizes"] == (3,) and second["outputs_sizes"] == (3, 3, 3)
+    assert third["inputs_sizes"] == (3, 3, 4) and not third["inputs_diagonal"]

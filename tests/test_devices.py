@@ -20,15 +20,18 @@ def network() -> nn.Module:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "kronecker-sum", "dense"])
+@pytest.mark.parametrize(
+    ("structure", "offload"),
+    [("diagonal", False), ("kronecker", False), ("kronecker", True), ("kronecker-sum", False), ("dense", False)],
+)
 @pytest.mark.parametrize("method", [limpet.OnlineLaplace, limpet.PerTaskLaplace])
 def test_devices_follow_the_model(
-    device: str, structure: str, method: type[limpet.OnlineLaplace], tmp_path: Path
+    device: str, structure: str, offload: bool, method: type[limpet.OnlineLaplace], tmp_path: Path
 ) -> None:
     found = []
     for place in ("cpu", device):
         model = network().to(place)
-        memory = method(model, structure=structure)
+        memory = method(model, structure=structure, offload=offload)
         x, y = torch.randn(8, 2, 5, 5, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         for _ in range(2):
@@ -38,6 +41,9 @@ def test_devices_follow_the_model(
                     nn.functional.cross_entropy(model(x.to(place)), y.to(place)).backward()
                     optimizer.step()
             memory.consolidate([(x, y)])
+            adam = torch.optim.Adam(model.parameters(), lr=1e-4)
+            with memory.protect(adam, examples=8, mode="gradient"):
+                adam.step()
         assert all(held.mean.device.type == torch.device(place).type for held in memory.posterior.held.values())
         memory.save(tmp_path / "m.safetensors")
         again = limpet.load(tmp_path / "m.safetensors", model)

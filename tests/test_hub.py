@@ -157,7 +157,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     file = b""
 
     def _head(self, path: str) -> bool:
-        if path != "/somebody/small/resolve/main/memory.safetensors":
+        if path != "/somebody/small-1.5B/resolve/main/memory.safetensors":
             self.send_response(404)
             self.send_header("X-Error-Code", "EntryNotFound")
             self.send_header("Content-Length", "0")
@@ -202,7 +202,7 @@ def test_a_memory_is_found_by_the_name_of_its_model(endpoint: str, tmp_path: Pat
     script = (
         "import torch, limpet\n"
         "model = torch.nn.Linear(3, 2)\n"
-        "memory = limpet.load('somebody/small', model)\n"
+        "memory = limpet.load('somebody/small-1.5B', model)\n"
         "print(memory.examples, memory.tasks)\n"
     )
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home")}
@@ -210,3 +210,9 @@ def test_a_memory_is_found_by_the_name_of_its_model(endpoint: str, tmp_path: Pat
     assert done.stdout.split() == ["20", "1"], done.stderr
     assert limpet.load(tmp_path, model).examples == 20
     assert hub.local_file(tmp_path / "other.safetensors") == tmp_path / "other.safetensors"
+
+
+def test_a_table_without_a_text_column_says_so(tmp_path: Path) -> None:
+    (tmp_path / "reviews.csv").write_text("label,review\n1,good\n")
+    with pytest.raises(LimpetError, match="""has no column "text", but 'label', 'review'"""):
+        list(language.texts(str(tmp_path / "reviews.csv")))

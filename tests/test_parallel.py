@@ -200,6 +200,19 @@ def test_what_a_rank_keeps_and_sends_is_foreseen() -> None:
 
 
 @pytest.mark.slow
+def test_whole_numbers_are_added_up_as_such() -> None:
+    torchrun(2, "reduced")
+
+
+@pytest.mark.slow
+def test_a_callback_with_a_sharded_memory(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    torchrun(2, "callback", str(tmp_path))
+    model, _, _ = networks.build("transformer")
+    assert limpet.load(tmp_path / "checkpoint-3", model).tasks == 1
+
+
+@pytest.mark.slow
 def test_what_is_wrong_on_one_rank_is_heard_on_all() -> None:
     told = torchrun(2, "wrong")
     assert "rank 0 heard: rank 1: the model's outputs hold inf or nan" in told

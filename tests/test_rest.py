@@ -14,6 +14,7 @@ import limpet
 import networks
 from limpet.errors import UnsupportedError
 from limpet.precision import Kronecker
+from limpet.precision.kronecker import Basis
 
 
 def memories(network: str = "transformer", **options: Any) -> tuple[limpet.OnlineLaplace, limpet.OnlineLaplace]:
@@ -99,3 +100,24 @@ def test_what_lies_at_rest_is_kept_so(tmp_path: Path) -> None:
         again.protect(torch.optim.SGD(again.model.parameters(), lr=0.1), examples=6, budget=0.1)
     with pytest.raises(ValueError, match="at_rest must be one of bfloat16"):
         limpet.OnlineLaplace(resting.model, at_rest="int8")
+
+
+def test_offloaded_bases_come_once_a_step_and_are_not_kept_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    x, y = torch.randn(8, 5), torch.randint(0, 3, (8,))
+    memory = limpet.OnlineLaplace(model, offload=True)
+    memory.consolidate([(x, y)], progress=False)
+    for held in memory.posterior.held.values():
+        assert held.precision.applier() == held.precision.apply
+    brought = []
+    ready = Basis.columns.fget
+    assert ready is not None
+    monkeypatch.setattr(Basis, "columns", property(lambda self: (brought.append(1), ready(self))[1]))
+    for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())):
+        with memory.protect(optimizer, examples=8):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            brought.clear()
+            optimizer.step()
+            assert len(brought) == 4  # two sides of two blocks

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import random
 import struct
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -427,3 +430,31 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     _, memory = filled(limpet.OnlineLaplace)
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         memory.save(tmp_path / "none" / "m.safetensors")
+
+
+class RunsCode:
+    """A pickle of it runs code when it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("code-ran"),))
+
+
+def test_reading_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(3, 2)
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate([(torch.randn(8, 3), torch.randint(0, 2, (8,)))], progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"memory": memory}, checkpoint_id=tmp_path / "kept", no_dist=True)
+    assert limpet.load(tmp_path / "kept", model).tasks == 1
+    index = tmp_path / "kept" / ".metadata"
+    index.write_bytes(pickle.dumps(RunsCode()))
+    with pytest.raises(MemoryFileError, match="which no such index needs"):
+        limpet.load(tmp_path / "kept", model)
+    index.write_bytes(b"\x80\x04K\x01.")
+    with pytest.raises(MemoryFileError, match="is no checkpoint"):
+        limpet.load(tmp_path / "kept", model)
+    memory.save(tmp_path / "kept" / "memory.safetensors")  # the file is preferred to the index
+    assert limpet.load(tmp_path / "kept", model).tasks == 1
+    assert not (tmp_path / "code-ran").exists()

@@ -69,6 +69,7 @@ class Row:
     step: int  # operations that protection adds to a step
     update: int  # operations of taking a task in, once its sums are there
     per_token: int  # operations of those sums for one token
+    first_size: int  # numbers kept after one task: what blocks are shared out by
     owner: int = 0  # the rank that has it where the memory is sharded
 
     @property
@@ -120,10 +121,9 @@ class Outline:
         ]
         name = structure.of(block)
         dense = name.startswith("kronecker")
-        bias = int(block.factored and "bias" in block.layers[0].names)
         known = tuple(products) if block.factored else ()
         g = groups[0] if groups else 1
-        return cls(name, g, out, in_, dense and inputs, dense and outputs, bias, known, *sizes)
+        return cls(name, g, out, in_, dense and inputs, dense and outputs, block.bias, known, *sizes)
 
     @property
     def factored(self) -> bool:
@@ -167,6 +167,11 @@ class Outline:
         if self.structure == "kronecker":
             return found
         return {f"eigenbasis.{name}": numbers for name, numbers in found.items()}
+
+    @property
+    def first_size(self) -> int:
+        """Numbers kept after one task, the mean among them: what blocks are shared out by."""
+        return self.numbers + sum(self.kept(1).values()) + sum(map(sum, self.terms()))
 
     def terms(self) -> list[tuple[int, int]]:
         """Numbers of Q and of H in every term that one task adds to a growing sum."""
@@ -341,6 +346,7 @@ class Counting:
             step=step,
             update=outline.update(self.tasks, self.auto_strength),
             per_token=outline.per_token(),
+            first_size=outline.first_size,
         )
 
     def _kept(self, outline: Outline, tasks: int, width: int) -> int:

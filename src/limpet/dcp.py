@@ -3,13 +3,12 @@
     dcp.save({"model": model, "memory": memory}, checkpoint_id=folder)    # or dcp.async_save
     memory = limpet.load(folder, model)                                   # on any number of ranks
 
-Every rank writes the blocks that it keeps and reads those that it is to keep. The checkpoint's own index is PyTorch's,
-and a pickle: read checkpoints of your own trainings so, and publish memories as `memory.save(path)` writes them.
+Every rank writes the blocks that it keeps and reads those that it is to keep. To publish a memory, write it by
+`memory.save(path)`: checkpoints are for one's own trainings.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,9 @@ def is_checkpoint(path: str | Path) -> bool:
 
 def read(folder: str | Path) -> State:
     """The state of the memory in a checkpoint. Its tensors are read when they are asked for, by each rank its own."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from limpet import dcp_reader  # torch.distributed.checkpoint takes long to import
 
-    entries: Mapping[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
+    entries = dcp_reader.entries(folder)
     prefixes = [
         key.removesuffix("metadata")
         for key in entries
@@ -42,21 +41,10 @@ def read(folder: str | Path) -> State:
         raise MemoryFileError(
             f"{Path(folder).name} holds {found}: save one, dcp.save({{'memory': memory, ...}}, checkpoint_id=...)"
         )
-    metadata = _read(folder, f"{prefixes[0]}metadata", "")
+    metadata = dcp_reader.read(folder, f"{prefixes[0]}metadata", "")
     if not isinstance(metadata, str):
         raise MemoryFileError(f"{Path(folder).name} holds something else than a memory")
     return {"metadata": metadata, "tensors": _Tensors(folder, f"{prefixes[0]}tensors.", entries)}
-
-
-def _read(folder: str | Path, key: str, place: Any) -> Any:
-    """One entry of a checkpoint, by this rank alone."""
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    state = {key: place}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it is read by one process, which is meant
-        load(state, checkpoint_id=folder, no_dist=True)
-    return state[key]
 
 
 class _Tensors(Mapping[str, Tensor]):
@@ -65,8 +53,11 @@ class _Tensors(Mapping[str, Tensor]):
         self._entries = {key.removeprefix(prefix): e for key, e in entries.items() if key.startswith(prefix)}
 
     def __getitem__(self, name: str) -> Tensor:
+        from limpet import dcp_reader
+
         entry = self._entries[name]
-        tensor: Tensor = _read(self._folder, self._prefix + name, torch.empty(entry.size, dtype=entry.properties.dtype))
+        place = torch.empty(entry.size, dtype=entry.properties.dtype)
+        tensor: Tensor = dcp_reader.read(self._folder, self._prefix + name, place)
         return tensor
 
     def __iter__(self) -> Iterator[str]:

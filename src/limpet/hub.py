@@ -21,7 +21,7 @@ def local_file(path: str | Path, *, revision: str | None = None) -> Path:
     found = Path(path)
     if found.is_dir():
         return found / FILE
-    if found.exists() or found.suffix or not NAME.fullmatch(str(path)):
+    if found.exists() or found.suffix == ".safetensors" or not NAME.fullmatch(str(path)):
         return found
     return Path(_hub().hf_hub_download(str(path), FILE, revision=revision))
 

@@ -14,6 +14,7 @@ from limpet import store
 from limpet.calibration import History
 from limpet.precision import STRUCTURES, Precision
 from limpet.precision.linalg import widened
+from limpet.report import described
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], examples: in
     return BlockFacts(
         name=entry["name"],
         kind=entry["kind"],
-        structure=entry["structure"],
+        structure=described(precision),
         shape=tuple(shape),
         nbytes=sum(tensor.numel() * tensor.element_size() for tensor in own.values()),
         tasks=int(entry["tasks"]),

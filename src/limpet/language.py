@@ -30,7 +30,7 @@ def texts(source: str) -> Iterator[str]:
     elif path.suffix == ".csv" and path.exists():
         csv.field_size_limit(sys.maxsize)
         with path.open(newline="") as lines:
-            yield from (row["text"] for row in csv.DictReader(lines))
+            yield from _column(source, csv.DictReader(lines))
     elif path.exists():
         yield path.read_text(errors="replace")
     else:
@@ -48,7 +48,14 @@ def _from_hub(name: str) -> Iterator[str]:
         rows = datasets.load_dataset(name, split="train", streaming=True)
     except Exception as error:  # whatever the hub, the network or the set's own code raise
         raise LimpetError(f"{name} is no file here, and no data set that could be read: {error}") from error
-    yield from (row["text"] for row in rows)
+    yield from _column(name, rows)
+
+
+def _column(source: str, rows: Iterable[Any]) -> Iterator[str]:
+    for row in rows:
+        if "text" not in row:
+            raise LimpetError(f'{source} has no column "text", but {", ".join(map(repr, row))}: rename the one to read')
+        yield row["text"]
 
 
 def rows(tokenizer: Any, sources: Sequence[str], *, tokens: int, length: int) -> Tensor:
@@ -84,17 +91,18 @@ def remember(
     model: Any,
     batches: Sequence[Tensor],
     *,
-    structure: str = "kronecker",
     with_vocabulary: bool = False,
     checkpoint: Path | None = None,
     progress: bool = True,
+    **settings: Any,
 ) -> OnlineLaplace:
     """The memory of a causal language model as it is, whose weights are the mean before and after.
 
-    On many ranks each takes its turn with the batches, which are the same on all of them.
+    `settings` are those of `OnlineLaplace`. On many ranks each takes its turn with the batches, which are the same on
+    all of them.
     """
     exclude = [] if with_vocabulary else vocabulary(model)
-    memory = OnlineLaplace(model, structure=structure, strength="auto", prior_mean="initial", exclude=exclude)
+    memory = OnlineLaplace(model, **{"strength": "auto", "prior_mean": "initial", "exclude": exclude, **settings})
     every = Shared([{"input_ids": batch} for batch in batches])
     memory.consolidate(every, checkpoint=checkpoint, progress=progress)
     return memory

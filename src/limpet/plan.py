@@ -91,7 +91,7 @@ class Plan:
 
     def on(self, ranks: int) -> Plan:
         """The same memory on so many ranks."""
-        owners = share({row.block: row.bytes for row in self.rows}, ranks)
+        owners = share({row.block: row.first_size for row in self.rows}, ranks)
         return replace(self, ranks=ranks, rows=tuple(replace(row, owner=owners[row.block]) for row in self.rows))
 
     @property

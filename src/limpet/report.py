@@ -15,7 +15,7 @@ from limpet.curvature import (
 )
 from limpet.layers.adapters import adapted_parameters, adapter_parameters
 from limpet.posterior import Held, Posterior
-from limpet.precision import Kronecker, KroneckerSum
+from limpet.precision import Kronecker, KroneckerSum, Precision
 from limpet.precision.block_diagonal import in_words
 
 
@@ -83,15 +83,14 @@ def report(posterior: Posterior, title: str, *, exclude: Collection[str], unused
             rows.append(Row(name, shape, "", "", 0, False, _why_not(name, parameter, exclude)))
         else:
             note = _note(held, name, parameter, unused, bool(adapted.get(parameter)))
-            rows.append(Row(name, shape, held.block.name, structure_of(held), _share(held, name), True, note))
+            rows.append(Row(name, shape, held.block.name, described(held.precision), _share(held, name), True, note))
     for name, size in running_statistics(posterior.model).items():
         rows.append(Row(name, size, "", "", 0, False, "running statistics: they follow the newest data"))
     return Report(title, tuple(rows), posterior.nbytes)
 
 
-def structure_of(held: Held) -> str:
-    """The structure of a block, and which of its sides are diagonal or in pieces."""
-    precision = held.precision
+def described(precision: Precision) -> str:
+    """A structure, and which of its sides are diagonal or in pieces."""
     inner = precision.eigenbasis if isinstance(precision, KroneckerSum) else precision
     if not isinstance(inner, Kronecker):
         return precision.structure

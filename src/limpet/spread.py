@@ -29,7 +29,7 @@ class Spread:
 
     def settle(self, blocks: Sequence[Block], structure: Structure) -> list[Block]:
         """Give every block that is new to an owner, and return those of this rank."""
-        new = {b.name: _size(b, structure) for b in blocks if self.owners.keys().isdisjoint(b.parameters)}
+        new = {b.name: _first_size(b, structure) for b in blocks if self.owners.keys().isdisjoint(b.parameters)}
         owners = share(new, self.ranks.size)
         for block in blocks:
             known = [self.owners[name] for name in block.parameters if name in self.owners]
@@ -48,10 +48,8 @@ class Spread:
         return Exchange(self.ranks, parameters, {name: self.owners[name] for name in sorted(names)})
 
 
-def _size(block: Block, structure: Structure) -> int:
-    """The numbers that are kept of a block after a task."""
-    outline = Outline.of(block, structure)
-    return outline.numbers + sum(outline.kept(1).values()) + sum(map(sum, outline.terms()))
+def _first_size(block: Block, structure: Structure) -> int:
+    return Outline.of(block, structure).first_size
 
 
 def refuse_spread(spread: Spread | None, what: str, mend: str) -> None:

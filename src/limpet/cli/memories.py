@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,12 @@ def consolidate_command(
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 4,
     structure: Structure = None,
     with_vocabulary: Annotated[bool, typer.Option(help="Hold embedding and head too.")] = False,
+    max_side: Annotated[int | None, typer.Option(min=1, help="The longest side that is kept whole.")] = None,
+    at_rest: Annotated[str | None, typer.Option(help="float16 or bfloat16: bases in two bytes.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16 for half the room.")] = "float32",
+    device: Annotated[
+        str | None, typer.Option(help="Where the model runs: cpu, cuda; by default a GPU if any.")
+    ] = None,
 ) -> None:
     """Make the memory of a published language model, from text that stands for what it should keep.
 
@@ -34,10 +40,14 @@ def consolidate_command(
     On many processes (torchrun --nproc-per-node 8 -m limpet consolidate ...) each reads its part of the text.
     """
     from limpet import hub, language, parallel
+    from limpet.methods.memory import MAX_SIDE
+    from limpet.precision import STRUCTURES
+    from limpet.precision.rest import DTYPES
 
     transformers, torch = _needed("transformers"), _needed("torch")
-    if dtype not in ("float32", "bfloat16"):
-        raise LimpetError(f"--dtype is float32 or bfloat16, not {dtype!r}")
+    _choice("--dtype", dtype, ("float32", "bfloat16"))
+    _choice("--structure", structure, (None, *STRUCTURES))
+    _choice("--at-rest", at_rest, (None, *DTYPES))
     try:
         network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)
@@ -46,14 +56,17 @@ def consolidate_command(
         raise LimpetError(f"{model} is no causal language model that could be read: {told}") from error
     rows = language.rows(tokenizer, data, tokens=tokens, length=length)
     with parallel.launched() as first:
+        network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if first:
             console.print(f"{len(rows)} sequences of {length} tokens from {', '.join(data)}", highlight=False)
         memory = language.remember(
             network,
             torch.split(rows, batch_size),
-            structure=structure or "kronecker",
             with_vocabulary=with_vocabulary,
             checkpoint=out.with_suffix(".pass"),
+            structure=structure or "kronecker",
+            max_side=max_side or MAX_SIDE,
+            at_rest=at_rest,
         )
         if not first:
             return
@@ -61,6 +74,11 @@ def consolidate_command(
     page = out.with_suffix(".md")
     page.write_text(hub.card(memory, model, ", ".join(Path(source).name for source in data)))
     console.print(f"{out}: {memory.nbytes / 1e6:.1f} MB; a section for the model card is in {page}", highlight=False)
+
+
+def _choice(option: str, value: str | None, allowed: Collection[str | None]) -> None:
+    if value not in allowed:
+        raise LimpetError(f"{option} is one of {', '.join(one for one in allowed if one)}, not {value!r}")
 
 
 def _needed(name: str) -> Any:

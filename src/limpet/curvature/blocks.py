@@ -68,6 +68,11 @@ class Block:
         """The inverse of `gather`: what a matrix in the shape of the block is to each parameter, by name."""
         return dict(zip(self.parameters, self.split(matrix), strict=True))
 
+    @property
+    def bias(self) -> int:
+        """Columns that no weight has: 1 where the block has the bias beside the weight."""
+        return int(self.factored and "bias" in self.layers[0].names)
+
     def use(self, layer: Layer) -> str:
         """What one of the layers does with the weights, as a name: its kind, numbered where several are of one."""
         same = [other for other in self.layers if other.kind == layer.kind]

@@ -25,6 +25,9 @@ from limpet.errors import CurvatureError, positive_whole
 from limpet.parallel import Ranks, Shared, current
 from limpet.precision import Term
 
+NOTHING = -1
+"""The number of a batch that a rank only goes along with: it is not counted."""
+
 Displacement = Callable[[int], Mapping[str, Tensor]]
 """Where batch number i is measured: what is added to the weights, by parameter."""
 
@@ -133,7 +136,8 @@ class FisherPass(Sums):
                 before = self.seen
                 with shifted(self.parameters, self._displaced(number)):
                     self.take(batch, None if limit is None else limit - self.seen)
-                self.done.add(number)
+                if number != NOTHING:
+                    self.done.add(number)
                 bar.update(self.seen - before)
                 if checkpoint is not None and self.generator is not None and self._on_any_rank(checkpoint.due()):
                     checkpoint.save(self)

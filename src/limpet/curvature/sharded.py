@@ -18,14 +18,11 @@ from limpet.curvature.accumulators import Accumulator
 from limpet.curvature.audit import gradients_at
 from limpet.curvature.batches import batch_size, call, part
 from limpet.curvature.blocks import Block
-from limpet.curvature.fisher import FisherPass
+from limpet.curvature.fisher import NOTHING, FisherPass
 from limpet.curvature.together import add_up_counts
 from limpet.errors import CurvatureError
 from limpet.likelihoods import as_tensors
 from limpet.parallel import Ranks
-
-NOTHING = -1
-"""The number of a batch that is not counted."""
 
 
 class ShardedPass(FisherPass):
@@ -59,7 +56,6 @@ class ShardedPass(FisherPass):
             if filler is None:
                 filler = self._from(having[0], found)
             yield (NOTHING, filler) if found is None else found
-            self.done.discard(NOTHING)
             self.rounds += 1
 
     def _from(self, rank: int, found: tuple[int, Any] | None) -> Any:

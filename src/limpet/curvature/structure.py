@@ -17,7 +17,7 @@ from limpet.curvature.blocks import Block
 from limpet.precision.block_diagonal import cut
 from limpet.precision.rest import AS_USED, Rest
 
-MOST_PIECES = 8
+MOST_PIECES = 7
 """Pieces that a side is cut into at most. A longer one, as a vocabulary is, keeps a diagonal: more pieces would keep
 next to nothing of what lies beside it."""
 
@@ -37,12 +37,14 @@ class Structure:
     def sides(self, block: Block) -> dict[str, Any]:
         """What the sides keep, as `Kronecker.start` takes it.
 
-        A side up to `max_side` keeps a matrix, a longer one a matrix in even pieces, up to `MOST_PIECES` of them; one
-        that is longer still, or of one-hot data, a diagonal.
+        A side up to `max_side` (a bias not counted) keeps a matrix, a longer one a matrix in even pieces, up to
+        `MOST_PIECES` of them; one that is longer still, or of one-hot data, a diagonal.
         """
         one_hot = bool(block.layers) and all(layer.data_one_hot for layer in block.layers)
         *_, out, in_ = block.shape
-        sizes = {"inputs": cut(in_, self.max_side), "outputs": cut(out, self.max_side)}
+        bias = block.bias
+        *most, last = cut(in_ - bias, self.max_side) if in_ > bias else (0,)
+        sizes = {"inputs": (*most, last + bias), "outputs": cut(out, self.max_side)}
         return {
             "inputs_diagonal": len(sizes["inputs"]) > MOST_PIECES,
             "outputs_diagonal": one_hot or len(sizes["outputs"]) > MOST_PIECES,

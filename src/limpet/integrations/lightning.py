@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from limpet.curvature import Forward
-from limpet.errors import LimpetError
+from limpet.errors import LimpetError, NotProtectedWarning, warn
 from limpet.methods import Memory
 from limpet.protect import Protection
 
@@ -53,6 +53,12 @@ class MemoryCallback(Callback):
                 f"MemoryCallback holds the parameters of one optimizer, and there are {len(trainer.optimizers)}: call "
                 "memory.protect(...) for each by hand"
             )
+        if self.memory.sharded:
+            warn(
+                "Lightning keeps what the first rank has, and this memory is on all of them, so its checkpoints are "
+                "without it: call memory.save(path) on every rank",
+                NotProtectedWarning,
+            )
         if self.examples is None:
             self.examples = _length(trainer.train_dataloader)
         self._protection = self.memory.protect(
@@ -64,9 +70,10 @@ class MemoryCallback(Callback):
     ) -> None:
         """Log what the memory foretells, and the penalty as it stands beside the loss."""
         if self._protection is not None and trainer.global_step % self.log_every == 0:
-            with torch.no_grad():
-                pl_module.log("memory_forecast", float(self.memory.forecast()))
-                pl_module.log("memory_penalty", float(self.memory.penalty()) * self._protection.weight)
+            pl_module.log("memory_forecast", float(self.memory.forecast()))
+            if not self.memory.sharded:  # no rank knows all of the penalty
+                with torch.no_grad():
+                    pl_module.log("memory_penalty", float(self.memory.penalty()) * self._protection.weight)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let go; take the task in if asked."""
@@ -86,11 +93,12 @@ class MemoryCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The memory's state: plain values and tensors."""
-        return {**self.memory.state_dict()}
+        return {} if self.memory.sharded else {**self.memory.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
-        self.memory.load_state_dict({"metadata": state_dict["metadata"], "tensors": state_dict["tensors"]})
+        if not self.memory.sharded:
+            self.memory.load_state_dict({"metadata": state_dict["metadata"], "tensors": state_dict["tensors"]})
 
 
 def _length(loader: Any) -> int:

@@ -90,19 +90,17 @@ class MemoryCallback(TrainerCallback):
         """Put forecast (nats per old example) and penalty (as it stands beside the loss) into the log."""
         if logs is None or "loss" not in logs or self._protection is None:
             return
-        with torch.no_grad():
-            found = {
-                "memory_forecast": float(self.memory.forecast()),
-                "memory_penalty": float(self.memory.penalty()) * self._protection.weight,
-            }
+        found = {"memory_forecast": float(self.memory.forecast())}
+        if not self.memory.sharded:  # no rank knows all of the penalty
+            with torch.no_grad():
+                found["memory_penalty"] = float(self.memory.penalty()) * self._protection.weight
         logs.update(found)
         if state.log_history:
             state.log_history[-1].update(found)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the memory into the checkpoint's folder; one that has not changed is linked, not written again."""
-        if state.is_world_process_zero:
-            self._write(_checkpoint(args, state) / FILE)
+        self._write(_checkpoint(args, state) / FILE, state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -112,8 +110,7 @@ class MemoryCallback(TrainerCallback):
         if self.consolidate:
             data: Iterable[Any] = kwargs["train_dataloader"]
             self.memory.consolidate(data, examples=self.examples, limit=self.limit)
-            if state.is_world_process_zero:
-                self._write(_folder(args) / FILE)
+            self._write(_folder(args) / FILE, state)
 
     def close(self, *, finished: bool = False) -> None:
         """Let the optimizer go. The Trainer does it at its end; after an error it is yours to do."""
@@ -121,8 +118,13 @@ class MemoryCallback(TrainerCallback):
         if protection is not None:
             protection.__exit__(None if finished else LimpetError)
 
-    def _write(self, path: Path) -> None:
+    def _write(self, path: Path, trainer: TrainerState) -> None:
+        if not self.memory.sharded and not trainer.is_world_process_zero:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
+        if self.memory.sharded:  # one file, written by all ranks together
+            self.memory.save(path)
+            return
         state = self.memory.state_dict()
         # a memory's tensors never change, so the same ones hold the same
         content = state["metadata"], {name: id(tensor) for name, tensor in state["tensors"].items()}

@@ -40,7 +40,7 @@ PRIOR_MEANS = ("zero", "initial")
 """What the weights are thought to be before the first task: zero, or what they were when the memory was made."""
 
 MAX_SIDE = 4096
-"""The longest side of a block that keeps a dense factor."""
+"""The longest side of a block whose factor is kept whole."""
 
 
 class Memory(ABC):
@@ -330,6 +330,11 @@ class Memory(ABC):
         return found
 
     # --- keeping ---------------------------------------------------------------------------------------------
+
+    @property
+    def sharded(self) -> bool:
+        """Whether every rank keeps some of the blocks, because the model is under `fully_shard`."""
+        return self.posterior.spread is not None
 
     def state_dict(self) -> store.State:
         """All that the memory holds: {"metadata": JSON, "tensors": tensors by name}.

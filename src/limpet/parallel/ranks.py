@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -47,13 +48,19 @@ class Ranks:
         return summed
 
     def reduce(self, tensors: Mapping[str, Tensor], to: int) -> dict[str, Tensor] | None:
-        """The sum over all ranks of tensors that all of them have, on rank `to` alone; None on the others."""
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
-        dist.reduce(flat, to)
-        if self.rank != to:
-            return None
-        parts = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
-        return {name: part.reshape(t.shape) for part, (name, t) in zip(parts, tensors.items(), strict=True)}
+        """The sum over all ranks of tensors that all of them have, on rank `to` alone; None on the others.
+
+        One message for each dtype, so that whole numbers stay what they are.
+        """
+        device = self._device(tensors)
+        summed: dict[str, Tensor] = {}
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
+            some = {name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype}
+            flat = torch.cat([tensor.to(device).reshape(-1) for tensor in some.values()])
+            dist.reduce(flat, to)
+            parts = torch.split(flat, [tensor.numel() for tensor in some.values()])
+            summed |= {name: part.reshape(t.shape) for part, (name, t) in zip(parts, some.items(), strict=True)}
+        return {name: summed[name].to(t.device) for name, t in tensors.items()} if self.rank == to else None
 
     def numbers(self, *values: float) -> list[float]:
         """The sum over all ranks of each number."""
@@ -105,8 +112,11 @@ def alone() -> Iterator[None]:
 def launched() -> Iterator[bool]:
     """Join the processes that torchrun started, if it did; True on the first of them, and where there is one alone."""
     several = dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized()
-    if several:
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if several and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+    elif several:
+        dist.init_process_group("gloo")
     try:
         yield not several or dist.get_rank() == 0
     finally:

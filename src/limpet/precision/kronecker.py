@@ -65,7 +65,7 @@ class Basis:
         old = widened(self.trace)
         if self.diagonal:
             return self._keep(None, old + weight * factor), None, factor
-        known = None if self.vectors is None else pieces(self.vectors)[0]
+        known = None if self.vectors is None else pieces(self.vectors)[0].to(self.trace.device)
         # widened twice rather than held while the eigenvectors are found: that is when most memory is in use
         values, new = symmetric_eigen(_summed(known, old) + weight.unsqueeze(-1) * factor)
         overlap = new.mT if known is None else new.mT @ widened(known)
@@ -143,15 +143,11 @@ class Kronecker(Precision):
 
     def rotate(self, v: Tensor) -> Tensor:
         """U_H^T v U_Q: the block in the eigenbasis."""
-        rows, columns = self.sides()
-        v = v if rows is None else rows.mT @ v
-        return v if columns is None else v @ columns
+        return _into(v, *self.sides())
 
     def rotate_back(self, v: Tensor) -> Tensor:
         """U_H v U_Q^T, the inverse of `rotate`."""
-        rows, columns = self.sides()
-        v = v if rows is None else rows @ v
-        return v if columns is None else v @ columns.mT
+        return _back(v, *self.sides())
 
     def add(self, term: Term, strength: float) -> Self:
         if not isinstance(term, KroneckerTerm):
@@ -188,10 +184,10 @@ class Kronecker(Precision):
 
     def apply(self, v: Tensor) -> Tensor:
         factor, values = self.values.factored
-        scaled = values * self.rotate(v)
         rows, columns = self.sides()
+        scaled = values * _into(v, rows, columns)
         if not isinstance(columns, Tensor) or v.dim() > 2:
-            return torch.add(self.prior * v, self.rotate_back(scaled), alpha=factor)
+            return torch.add(self.prior * v, _back(scaled, rows, columns), alpha=factor)
         # the same in one product: prior v + factor (U_H scaled) U_Q^T
         left = scaled if rows is None else rows @ scaled
         return torch.addmm(v, left, columns.mT, beta=self.prior, alpha=factor)
@@ -215,7 +211,7 @@ class Kronecker(Precision):
 
     def applier(self) -> Callable[[Tensor], Tensor]:
         """After one task (or equal ones) L is prior + Q (x) H itself: H v Q takes half the work of the eigenbasis."""
-        product = self.separable()
+        product = None if self.inputs.rest.offload else self.separable()  # what was offloaded is not kept here again
         if product is None or self.inputs.vectors is None or self.outputs.vectors is None:
             return self.apply
         like = self.values.plain
@@ -223,7 +219,8 @@ class Kronecker(Precision):
         def multiplied_out(vectors: Matrix, values: Tensor) -> Matrix:
             parts = pieces(vectors)
             each = zip(parts, values.split_with_sizes([part.shape[-1] for part in parts]), strict=True)
-            return joined([_summed(part, some).to(like.device, like.dtype) for part, some in each])
+            made = [_summed(part.to(values.device), some) for part, some in each]
+            return joined([matrix.to(like.device, like.dtype) for matrix in made])
 
         H = multiplied_out(self.outputs.vectors, product[0])
         Q = multiplied_out(self.inputs.vectors, product[1])
@@ -238,9 +235,10 @@ class Kronecker(Precision):
         factor, values = self.values.factored
         one = values.new_tensor(1 + step * self.prior)
         resistance = torch.add(one, values, alpha=step * factor)
+        sides = self.sides()
         if self.rounded:  # only what the penalty takes away goes through the bases, so the rest loses nothing there
-            return v - self.rotate_back(self.rotate(v) * (1 - 1 / resistance))
-        return self.rotate_back(self.rotate(v) / resistance)
+            return v - _back(_into(v, *sides) * (1 - 1 / resistance), *sides)
+        return _back(_into(v, *sides) / resistance, *sides)
 
     @property
     def rounded(self) -> bool:
@@ -251,7 +249,8 @@ class Kronecker(Precision):
         return Spectrum(self.values.plain, self.values.total, self.prior, self.rotate, self.rotate_back)
 
     def solve(self, v: Tensor) -> Tensor:
-        return self.rotate_back(self.rotate(v) * inverse_root(self._full).square())
+        sides = self.sides()
+        return _back(_into(v, *sides) * inverse_root(self._full).square(), *sides)
 
     def trace(self) -> Tensor:
         return widened(self._full).sum()
@@ -316,6 +315,16 @@ class Kronecker(Precision):
                 check_shape(name, tensors[name], shape)
         values = WeightedSum.restore("eigenvalues", tensors, optional_fact(facts, "strength"))
         return cls(shape, fact(facts, "prior"), side("inputs", in_), side("outputs", out), values)
+
+
+def _into(v: Tensor, rows: Matrix | None, columns: Matrix | None) -> Tensor:
+    v = v if rows is None else rows.mT @ v
+    return v if columns is None else v @ columns
+
+
+def _back(v: Tensor, rows: Matrix | None, columns: Matrix | None) -> Tensor:
+    v = v if rows is None else rows @ v
+    return v if columns is None else v @ columns.mT
 
 
 def _as_side(factor: Matrix, is_diagonal: bool, basis: Basis) -> Matrix:
