@@ -77,7 +77,7 @@ def test_the_command_calls_a_factory_on_the_meta_device(tmp_path: Path, command:
     bases = 100**2 + 1000**2 + 101**2
     by_hand = 4 * 2 * (first + second) + 2 * bases + 4 * (2_000_001 + 100 + 1000 + 101)
     assert column(told, "memory") == [in_bytes(by_hand)]
-    assert "0 is longer than 4,096 on a side, which is kept in pieces, or as a diagonal above 32,768" in told
+    assert "0 is longer than 4,096 on a side, which is kept in pieces, or as a diagonal above 28,672" in told
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ except ImportError as missing:  # the core is installed without the extra
     sys.exit(f"limpet: the command line needs {missing.name}: pip install 'limpet[experiments]'")
 
 app = typer.Typer(
-    help="Networks that learn new things without forgetting the old ones: the experiments, one command each.",
+    help="Networks that learn new things without forgetting the old ones: experiments, and memories of models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -146,8 +146,8 @@ class Memory(ABC):
         in between taken as it was), chosen by the optimizer when "auto". The loss is a mean over examples; one that
         sums over a batch says reduction="sum" and batch_size.
 
-        With `budget` the strength no longer matters: the memory holds just as hard as keeps the forecast within so
-        many nats per example, and not at all before.
+        With `budget` the strength no longer matters: the memory holds just hard enough to keep the forecast within
+        so many nats per example, and not at all before that.
         """
         self._refuse_inside_protect()
         self.posterior.arrange(self._planned())

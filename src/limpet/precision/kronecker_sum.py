@@ -21,7 +21,7 @@ from limpet.precision.terms import KroneckerTerm, Term
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-DENSE_LIMIT = 4096
+WRITTEN_OUT_LIMIT = 4096
 """Weights in a block up to which the log-determinant and samples go by the dense matrix."""
 
 
@@ -119,9 +119,9 @@ class KroneckerSum(Precision):
         return solved.reshape(self.shape).to(self._like.device, self._like.dtype)
 
     def _small_dense(self, what: str) -> Tensor:
-        if self.shape.numel() > DENSE_LIMIT:
+        if self.shape.numel() > WRITTEN_OUT_LIMIT:
             raise UnsupportedError(
-                f"kronecker-sum has no {what} above {DENSE_LIMIT} weights in a block (this one has "
+                f"kronecker-sum has no {what} above {WRITTEN_OUT_LIMIT} weights in a block (this one has "
                 f"{self.shape.numel()}): use structure='kronecker', which has it in closed form"
             )
         return self.dense()
