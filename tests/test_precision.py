@@ -225,6 +225,20 @@ def test_a_side_in_pieces_is_the_matrix_with_zeros_beside_them(
             kind.restore(precision.shape, wrong, precision.facts())
 
 
+def test_a_factor_in_other_pieces_is_taken_as_far_as_it_goes() -> None:
+    """A file of an earlier release may have a side cut at other places than a pass cuts it now."""
+    term = random_term("kronecker", (3, 4), seed=3)
+    there, other = (in_pieces(term, cuts) for cuts in (((2, 2), None), ((3, 1), (1, 2))))
+    start = Kronecker.start(torch.Size([3, 4]), 0.5, DOUBLE, inputs_sizes=(2, 2))
+    both = torch.block_diag(torch.ones(2, 2), torch.ones(1, 1), torch.ones(1, 1)).double()
+    q, h = other.factors()
+    L = 0.5 * torch.eye(12, dtype=torch.float64) + torch.kron(h, q * both)
+    close(start.add(other, 1.0).dense(), L)
+    close(start.add(there, 1.0).dense(), 0.5 * torch.eye(12) + as_dense(there, (3, 4)))
+    whole = Kronecker.start(torch.Size([3, 4]), 0.5, DOUBLE)
+    close(whole.add(other, 1.0).dense(), 0.5 * torch.eye(12) + as_dense(other, (3, 4)))
+
+
 def in_pieces(term: Term, cuts: tuple[tuple[int, ...] | None, tuple[int, ...] | None]) -> KroneckerTerm:
     """The term without what lies beside the pieces of its sides."""
     assert isinstance(term, KroneckerTerm)

@@ -61,7 +61,7 @@ def test_no_warning_where_all_is_protected() -> None:
 
 def test_long_sides_are_told() -> None:
     net = nn.Linear(10, 3)
-    for max_side, told in ((11, ""), (8, " (inputs in 2 pieces)"), (2, " (inputs in 6 pieces, outputs in 2 pieces)")):
+    for max_side, told in ((11, ""), (8, " (inputs in 2 pieces)"), (2, " (inputs in 5 pieces, outputs in 2 pieces)")):
         memory = limpet.OnlineLaplace(net, max_side=max_side)
         memory.consolidate([(torch.randn(8, 10), torch.randint(0, 3, (8,)))], progress=False)
         assert memory.report().rows[0].structure == f"kronecker{told}"

@@ -51,7 +51,8 @@ class Laplace(Memory):
     With `smoothing` it is measured not at the mode but at weights around it, another draw for every batch, so far away
     that the loss is predicted to rise by so many nats per example (or, if nothing does, as far as weights are large).
     Its mean is the curvature of the smoothed loss E[loss(w + z)], which knows what a point does not: the loss rises
-    faster than the quadratic at its mode. It costs one more pass, a short one where the loader can say how many examples it has.
+    faster than the quadratic at its mode. It costs one more pass, a short one where the loader knows how many examples
+    it has.
 
     A side of a block longer than `max_side` keeps its factor in even pieces, up to seven, and a still longer one (a
     vocabulary) the diagonal of it. With at_rest="float16" the bases of the Kronecker structure are kept in half the

@@ -98,6 +98,32 @@ def joined(parts: Sequence[Tensor]) -> Matrix:
     return parts[0] if len(parts) == 1 else BlockDiagonal(tuple(parts))
 
 
+def recut(matrix: Matrix, sizes: Sequence[int]) -> Matrix:
+    """The matrix in pieces of these sizes: what lies in them, as far as it is there.
+
+    >>> recut(joined([torch.ones(2, 2), torch.ones(1, 1)]), [1, 2]).dense()
+    tensor([[1., 0., 0.],
+            [0., 1., 0.],
+            [0., 0., 1.]])
+    """
+    parts = pieces(matrix)
+    if [part.shape[-1] for part in parts] == list(sizes):
+        return matrix
+    found, start = [], 0
+    for size in sizes:
+        piece = parts[0].new_zeros(*parts[0].shape[:-2], size, size)
+        place = 0
+        for part in parts:
+            low, high = max(start, place), min(start + size, place + part.shape[-1])
+            if low < high:
+                own, theirs = slice(low - start, high - start), slice(low - place, high - place)
+                piece[..., own, own] = part[..., theirs, theirs]
+            place += part.shape[-1]
+        found.append(piece)
+        start += size
+    return joined(found)
+
+
 def diagonal(matrix: Matrix) -> Tensor:
     """The entries on the diagonal (..., n)."""
     found = [piece.diagonal(dim1=-2, dim2=-1) for piece in pieces(matrix)]

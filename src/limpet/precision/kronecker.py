@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from limpet.precision.base import Facts, Precision, check_shape, fact, inverse_root, noise, optional_fact
-from limpet.precision.block_diagonal import Matrix, diagonal, find, joined, named, pieces
+from limpet.precision.block_diagonal import Matrix, diagonal, find, joined, named, pieces, recut
 from limpet.precision.linalg import symmetric_eigen, widened
 from limpet.precision.rest import AS_USED, Rest
 from limpet.precision.spectrum import Spectrum
@@ -333,10 +333,7 @@ def _as_side(factor: Matrix, is_diagonal: bool, basis: Basis) -> Matrix:
         return widened(factor if is_diagonal and isinstance(factor, Tensor) else diagonal(factor))
     if isinstance(factor, Tensor) and is_diagonal:
         return joined([torch.diag_embed(widened(part)) for part in factor.split_with_sizes(basis.sizes, -1)])
-    if isinstance(factor, Tensor) and len(basis.sizes) > 1:
-        rows = factor.split_with_sizes(basis.sizes, -2)
-        return joined([widened(part.split_with_sizes(basis.sizes, -1)[i]) for i, part in enumerate(rows)])
-    return joined([widened(piece) for piece in pieces(factor)])
+    return joined([widened(piece) for piece in pieces(recut(factor, basis.sizes))])
 
 
 def _trace(factor: Matrix, is_diagonal: bool) -> Tensor:
