@@ -30,7 +30,6 @@ from limpet.experiments import METHODS, load_preset
 from limpet.experiments.lessons import Lesson, Lessons
 from limpet.experiments.methods import WithMemory, with_structure
 from limpet.experiments.metrics import score
-from limpet.experiments.networks import build
 from limpet.experiments.recipe import Recipe
 from limpet.experiments.training import TaskTraining
 
@@ -68,8 +67,7 @@ class Bench:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.lessons = Lessons(recipe, torch.device("cpu"))
-        sequence, network = self.lessons.sequence, recipe.network
-        self.model = build(network.name, network.options, sequence.shape, sequence.heads, 1000 * recipe.seed)
+        self.model = self.lessons.network()
         method = METHODS[recipe.method](self.model, recipe)
         assert isinstance(method, WithMemory)
         self.method = method

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import limpet
 from limpet.errors import NotProtectedWarning
@@ -31,7 +30,6 @@ from limpet.experiments import METHODS, load_preset
 from limpet.experiments.data import Examples
 from limpet.experiments.lessons import Lessons
 from limpet.experiments.methods import WithMemory, with_structure
-from limpet.experiments.networks import build
 from limpet.experiments.recipe import Recipe
 from limpet.experiments.training import TaskTraining
 
@@ -54,9 +52,7 @@ class Watched:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.lessons = Lessons(recipe, torch.device("cpu"))
-        sequence = self.lessons.sequence
-        network = recipe.network
-        self.model: nn.Module = build(network.name, network.options, sequence.shape, sequence.heads, 1000 * recipe.seed)
+        self.model = self.lessons.network()
         method = METHODS[recipe.method](self.model, recipe)
         assert isinstance(method, WithMemory)
         self.method = method

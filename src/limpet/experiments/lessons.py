@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from limpet.errors import LimpetError
 from limpet.experiments.data import Examples, joined
+from limpet.experiments.networks import build
 from limpet.experiments.recipe import Recipe
 from limpet.experiments.sequences import SEQUENCES
 
@@ -35,6 +37,12 @@ class Lessons:
     def names(self) -> list[str]:
         """What tables call the tasks."""
         return [self.sequence.name(number) for number in range(len(self))]
+
+    def network(self, number: int = 0) -> nn.Module:
+        """The recipe's network, untrained, on its device; every task that begins with a new one has its own seed."""
+        asked, sequence = self.recipe.network, self.sequence
+        seed = 1000 * self.recipe.seed + number
+        return build(asked.name, asked.options, sequence.shape, sequence.heads, seed).to(self.device)
 
     def test(self, number: int) -> Examples:
         """The test set of a task."""

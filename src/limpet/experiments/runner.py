@@ -22,7 +22,7 @@ from limpet.experiments.lessons import Lesson, Lessons
 from limpet.experiments.log import Log
 from limpet.experiments.methods import METHODS, Method, with_structure
 from limpet.experiments.metrics import Score, score
-from limpet.experiments.networks import build, parameter_count
+from limpet.experiments.networks import parameter_count
 from limpet.experiments.recipe import Recipe
 from limpet.experiments.record import ROUND, Curve, Record, RunFolder, Seconds, environment, peak_memory, summarised
 from limpet.experiments.registry import load_file
@@ -126,10 +126,8 @@ class Run:
         self._saved = time.monotonic()
 
     def _new_network(self, task: int) -> tuple[nn.Module, Method]:
-        recipe, sequence = self.recipe, self.lessons.sequence
-        seed = 1000 * recipe.seed + task
-        model = build(recipe.network.name, recipe.network.options, sequence.shape, sequence.heads, seed).to(self.device)
-        return model, METHODS[recipe.method](model, recipe)
+        model = self.lessons.network(task)
+        return model, METHODS[self.recipe.method](model, self.recipe)
 
     def go(self) -> Record:
         """Learn every task that is not yet learned."""
