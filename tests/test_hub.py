@@ -131,7 +131,7 @@ def test_the_command_on_two_processes_makes_the_same_memory(published: Path, tmp
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--dtype", "int8"), "float32 or bfloat16"),
+        (("--dtype", "int8"), "--dtype is one of float32, bfloat16"),
         (("--length", "5000"), "smaller --length"),
     ],
 )
