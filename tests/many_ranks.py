@@ -44,6 +44,12 @@ STRUCTURES = ["kronecker", "diagonal"]
 FISHERS = ["exact", "sampled"]
 
 
+def say(line: str) -> None:
+    """Print it at once, so that the lines of several processes do not mix."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def in_pieces(model: nn.Module, size: int) -> nn.Module:
     """The model under fully_shard: each of its parts, and the whole."""
     if size > 1:
@@ -160,7 +166,7 @@ def stoppable(folder: Path, kind: str, dies: str, rank: int, size: int) -> None:
     memory.consolidate(shared, forward=forward, checkpoint=folder / "pass.safetensors", progress=False)
     if rank == 0 or kind == "sharded":
         memory.save(folder / "memory.safetensors")
-    print(f"rank {rank} made {calls} calls", flush=True)
+    say(f"rank {rank} made {calls} calls")
 
 
 def measure_bytes(folder: Path, rank: int, size: int) -> None:
@@ -235,11 +241,11 @@ def wrong(rank: int) -> None:
     try:
         memory.consolidate([(x, y)], progress=False)
     except CurvatureError as error:
-        print(f"rank {rank} heard: {error}", flush=True)
+        say(f"rank {rank} heard: {error}")
     with limpet.parallel.alone():
         if rank == 0:
             memory.consolidate([(x, y)], progress=False)
-            print(f"alone: {memory.examples}", flush=True)
+            say(f"alone: {memory.examples}")
 
 
 def main() -> None:
@@ -265,7 +271,7 @@ def main() -> None:
         "reduced": lambda: reduced(rank),
     }
     jobs[what]()
-    print(f"rank {rank} is done", flush=True)
+    say(f"rank {rank} is done")
     if several:
         dist.destroy_process_group()
 
