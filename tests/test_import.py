@@ -57,5 +57,7 @@ def test_it_takes_hardly_longer_than_torch() -> None:
         for name, taken in times.items():
             said = run(f"import time\nbegin = time.process_time()\nimport {name}\nprint(time.process_time() - begin)")
             taken.append(float(said))
+    # the least of each, which other work disturbs least; on a quiet machine 21 pairs gave 1.09 so, 1.14 as the median
+    # of ratios and 1.17 as the ratio of medians, so by medians the bound is not safely kept
     torch, limpet = (min(taken) for taken in times.values())
     assert limpet <= 1.15 * torch, f"limpet {limpet:.2f} s, torch {torch:.2f} s"
