@@ -29,7 +29,9 @@ class Spread:
 
     def settle(self, blocks: Sequence[Block], structure: Structure) -> list[Block]:
         """Give every block that is new to an owner, and return those of this rank."""
-        new = {b.name: _first_size(b, structure) for b in blocks if self.owners.keys().isdisjoint(b.parameters)}
+        new = {
+            b.name: Outline.of(b, structure).first_size for b in blocks if self.owners.keys().isdisjoint(b.parameters)
+        }
         owners = share(new, self.ranks.size)
         for block in blocks:
             known = [self.owners[name] for name in block.parameters if name in self.owners]
@@ -46,10 +48,6 @@ class Spread:
         """The way of all blocks' parameters to their owners and back."""
         names = {name for block in self.blocks.values() for name in block.parameters}
         return Exchange(self.ranks, parameters, {name: self.owners[name] for name in sorted(names)})
-
-
-def _first_size(block: Block, structure: Structure) -> int:
-    return Outline.of(block, structure).first_size
 
 
 def refuse_spread(spread: Spread | None, what: str, mend: str) -> None:

@@ -31,7 +31,7 @@ class SameInput:
     def add_to(self, total: Matrix, rows: Tensor, *, ones: bool, diagonal: bool) -> None:
         """The same as `add_gram`."""
         parts = pieces(total)
-        key = (ones, diagonal, *(part.shape for part in parts))
+        key = tuple(part.shape for part in parts)  # of one input: they tell ones and diagonals apart
         self.readers -= 1
         if key not in self._made:
             if not self.readers:

@@ -20,11 +20,11 @@ from limpet import store
 from limpet.curvature import unwrapped
 from limpet.curvature.batches import is_causal
 from limpet.errors import LimpetError
+from limpet.hub import FILE
 from limpet.loading import load
 from limpet.methods import Memory
 from limpet.protect import Protection
 
-FILE = "memory.safetensors"
 IGNORED = -100
 
 

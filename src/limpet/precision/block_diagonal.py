@@ -66,11 +66,7 @@ class BlockDiagonal:
 
     def dense(self) -> Tensor:
         """With the zeros, for small ones."""
-        rows = torch.arange(sum(self.sizes)).split_with_sizes(self.sizes)
-        first = self.pieces[0]
-        whole = first.new_zeros(*first.shape[:-2], sum(self.sizes), sum(self.sizes))
-        for own, piece in zip(rows, self.pieces, strict=True):
-            whole[..., own[0] : own[-1] + 1, own[0] : own[-1] + 1] = piece
+        (whole,) = pieces(recut(self, [sum(self.sizes)]))
         return whole
 
 
@@ -124,8 +120,10 @@ def recut(matrix: Matrix, sizes: Sequence[int]) -> Matrix:
     return joined(found)
 
 
-def diagonal(matrix: Matrix) -> Tensor:
-    """The entries on the diagonal (..., n)."""
+def diagonal(matrix: Matrix, is_diagonal: bool = False) -> Tensor:
+    """The entries on the diagonal (..., n); with `is_diagonal` they are what is given."""
+    if is_diagonal and isinstance(matrix, Tensor):
+        return matrix
     found = [piece.diagonal(dim1=-2, dim2=-1) for piece in pieces(matrix)]
     return found[0] if len(found) == 1 else torch.cat(found, -1)
 

@@ -154,7 +154,9 @@ class Kronecker(Precision):
             raise TypeError(f"a kronecker precision takes a KroneckerTerm, not {type(term).__name__}")
         q = _as_side(term.inputs, term.inputs_diagonal, self.inputs)
         h = _as_side(term.outputs, term.outputs_diagonal, self.outputs)
-        q_trace, h_trace = _trace(q, self.inputs.diagonal), _trace(h, self.outputs.diagonal)
+        q_trace, h_trace = (
+            diagonal(factor, basis.diagonal).sum(-1) for factor, basis in ((q, self.inputs), (h, self.outputs))
+        )
         weight = max(strength, 1e-9)  # a task of strength 0 chooses the bases where no other does
         inputs, carry_in, q_values = self.inputs.take(q, weight * h_trace.unsqueeze(-1))
         outputs, carry_out, h_values = self.outputs.take(h, weight * q_trace.unsqueeze(-1))
@@ -330,14 +332,10 @@ def _back(v: Tensor, rows: Matrix | None, columns: Matrix | None) -> Tensor:
 def _as_side(factor: Matrix, is_diagonal: bool, basis: Basis) -> Matrix:
     """The factor in float64, as a diagonal, a matrix or its pieces, whichever that side of the block keeps."""
     if basis.diagonal:
-        return widened(factor if is_diagonal and isinstance(factor, Tensor) else diagonal(factor))
+        return widened(diagonal(factor, is_diagonal))
     if isinstance(factor, Tensor) and is_diagonal:
         return joined([torch.diag_embed(widened(part)) for part in factor.split_with_sizes(basis.sizes, -1)])
     return joined([widened(piece) for piece in pieces(recut(factor, basis.sizes))])
-
-
-def _trace(factor: Matrix, is_diagonal: bool) -> Tensor:
-    return factor.sum(-1) if is_diagonal and isinstance(factor, Tensor) else diagonal(factor).sum(-1)
 
 
 def _summed(vectors: Tensor | None, values: Tensor) -> Tensor:

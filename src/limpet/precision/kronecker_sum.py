@@ -103,8 +103,8 @@ class KroneckerSum(Precision):
     def trace(self) -> Tensor:
         total = torch.tensor(self.prior * self.shape.numel(), dtype=torch.float64)
         for term, strength in zip(self.terms, self.strengths, strict=True):
-            q = _diagonal_of(term.inputs, term.inputs_diagonal).sum(-1)
-            h = _diagonal_of(term.outputs, term.outputs_diagonal).sum(-1)
+            q = widened(diagonal(term.inputs, term.inputs_diagonal)).sum(-1)
+            h = widened(diagonal(term.outputs, term.outputs_diagonal)).sum(-1)
             total = total.to(q.device) + strength * (q * h).sum()
         return total
 
@@ -135,8 +135,8 @@ class KroneckerSum(Precision):
         plain = torch.zeros(self.shape, dtype=self._like.dtype, device=self._like.device)
         total = plain.clone()
         for term, strength in zip(self.terms, self.strengths, strict=True):
-            h = _diagonal_of(term.outputs, term.outputs_diagonal).unsqueeze(-1)
-            product = (h * _diagonal_of(term.inputs, term.inputs_diagonal).unsqueeze(-2)).to(plain)
+            h = widened(diagonal(term.outputs, term.outputs_diagonal)).unsqueeze(-1)
+            product = (h * widened(diagonal(term.inputs, term.inputs_diagonal)).unsqueeze(-2)).to(plain)
             plain, total = plain + product, total + strength * product
         return plain, total
 
@@ -179,7 +179,3 @@ class KroneckerSum(Precision):
 
 def _tolerance(v: Tensor) -> float:
     return 1e-12 if v.dtype == torch.float64 else 1e-7
-
-
-def _diagonal_of(factor: Matrix, is_diagonal: bool) -> Tensor:
-    return widened(factor if is_diagonal and isinstance(factor, Tensor) else diagonal(factor))
