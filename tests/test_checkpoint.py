@@ -13,7 +13,7 @@ import torch
 
 import limpet
 import networks
-from limpet.curvature import Checkpoint
+from limpet.curvature.checkpoint import Checkpoint
 from limpet.errors import CurvatureError, MemoryFileError
 from limpet.likelihoods import Categorical
 from limpet.precision import Term

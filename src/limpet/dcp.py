@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,17 +19,24 @@ from torch import Tensor
 from limpet.errors import MemoryFileError
 from limpet.store import State
 
+if TYPE_CHECKING:
+    from limpet.dcp_reader import Reader
+
+INDEX = ".metadata"
+"""The file that every such checkpoint has."""
+
 
 def is_checkpoint(path: str | Path) -> bool:
     """Whether a folder is such a checkpoint."""
-    return (Path(path) / ".metadata").is_file()
+    return (Path(path) / INDEX).is_file()
 
 
 def read(folder: str | Path) -> State:
     """The state of the memory in a checkpoint. Its tensors are read when they are asked for, by each rank its own."""
-    from limpet import dcp_reader  # torch.distributed.checkpoint takes long to import
+    from limpet.dcp_reader import Reader  # torch.distributed.checkpoint takes long to import
 
-    entries = dcp_reader.entries(folder)
+    reader = Reader(folder, INDEX)
+    entries = reader.entries
     prefixes = [
         key.removesuffix("metadata")
         for key in entries
@@ -41,23 +48,21 @@ def read(folder: str | Path) -> State:
         raise MemoryFileError(
             f"{Path(folder).name} holds {found}: save one, dcp.save({{'memory': memory, ...}}, checkpoint_id=...)"
         )
-    metadata = dcp_reader.read(folder, f"{prefixes[0]}metadata", "")
+    metadata = reader.read(f"{prefixes[0]}metadata", "")
     if not isinstance(metadata, str):
         raise MemoryFileError(f"{Path(folder).name} holds something else than a memory")
-    return {"metadata": metadata, "tensors": _Tensors(folder, f"{prefixes[0]}tensors.", entries)}
+    return {"metadata": metadata, "tensors": _Tensors(reader, f"{prefixes[0]}tensors.")}
 
 
 class _Tensors(Mapping[str, Tensor]):
-    def __init__(self, folder: str | Path, prefix: str, entries: Mapping[str, Any]) -> None:
-        self._folder, self._prefix = folder, prefix
-        self._entries = {key.removeprefix(prefix): e for key, e in entries.items() if key.startswith(prefix)}
+    def __init__(self, reader: Reader, prefix: str) -> None:
+        self._reader, self._prefix = reader, prefix
+        self._entries = {key.removeprefix(prefix): e for key, e in reader.entries.items() if key.startswith(prefix)}
 
     def __getitem__(self, name: str) -> Tensor:
-        from limpet import dcp_reader
-
         entry = self._entries[name]
         place = torch.empty(entry.size, dtype=entry.properties.dtype)
-        tensor: Tensor = dcp_reader.read(self._folder, self._prefix + name, place)
+        tensor: Tensor = self._reader.read(self._prefix + name, place)
         return tensor
 
     def __iter__(self) -> Iterator[str]:

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from limpet.errors import MemoryFileError
 
-INDEX = ".metadata"
 KNOWN = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
@@ -54,17 +53,24 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / INDEX).open("rb") as file:
+    def __init__(self, folder: str | Path, index: str) -> None:
+        super().__init__(folder)
+        self._index = self._read_index(Path(folder) / index)
+
+    def _read_index(self, path: Path) -> Metadata:
+        with path.open("rb") as file:
             try:
                 found = _Unpickler(file).load()
             except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError) as error:
-                raise MemoryFileError(f"{Path(self.path).name} has no index that could be read: {error}") from error
+                raise MemoryFileError(f"{path.parent.name} has no index that could be read: {error}") from error
         if not isinstance(found, Metadata):
-            raise MemoryFileError(f"{Path(self.path).name} is no checkpoint of torch.distributed.checkpoint")
+            raise MemoryFileError(f"{path.parent.name} is no checkpoint of torch.distributed.checkpoint")
         found.storage_meta = found.storage_meta or StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._index
 
 
 class _PlainValues(DefaultLoadPlanner):
@@ -72,15 +78,17 @@ class _PlainValues(DefaultLoadPlanner):
         self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
-def entries(folder: str | Path) -> dict[str, Any]:
-    """What is in a checkpoint, by name."""
-    return dict(_Reader(folder).read_metadata().state_dict_metadata)
+class Reader:
+    """A checkpoint in a folder, whose index is a file there: `entries` has what torch says of each, by name."""
 
+    def __init__(self, folder: str | Path, index: str) -> None:
+        self._reader = _Reader(folder, index)
+        self.entries: dict[str, Any] = dict(self._reader.read_metadata().state_dict_metadata)
 
-def read(folder: str | Path, key: str, place: Any) -> Any:
-    """One entry of a checkpoint, by this rank alone; a tensor into `place`."""
-    state = {key: place}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it is read by one process, which is meant
-        load(state, storage_reader=_Reader(folder), planner=_PlainValues(flatten_state_dict=False), no_dist=True)
-    return state[key]
+    def read(self, key: str, place: Any) -> Any:
+        """One entry, by this rank alone; a tensor into `place`."""
+        state = {key: place}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it is read by one process, which is meant
+            load(state, storage_reader=self._reader, planner=_PlainValues(flatten_state_dict=False), no_dist=True)
+        return state[key]

@@ -184,11 +184,11 @@ def _thin_share(precision: Kronecker, spectrum: Spectrum, by_output: Sequence[Se
         data = torch.cat([data, data.new_ones(len(data), 1)], -1)
     found = [calls[0].gradient for calls in by_output]
     gradients = torch.stack([g.squeeze(-2) for g in found if g is not None], 1).to(like.dtype)
-    rows, columns = precision.sides()
-    if columns is not None:
-        data = data @ columns.to(like.device, like.dtype)
-    if rows is not None:
-        gradients = gradients @ rows.to(like.device, like.dtype)
+    sides = precision.sides()
+    if sides.columns is not None:
+        data = data @ sides.columns.to(like.device, like.dtype)
+    if sides.rows is not None:
+        gradients = gradients @ sides.rows.to(like.device, like.dtype)
     inverse = inverse_root(spectrum.total + spectrum.prior).square().to(like.dtype)
     weight = data.square() @ inverse.mT  # (examples, out)
     share: Tensor = (gradients * weight.unsqueeze(1)) @ gradients.mT

@@ -9,9 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from limpet import dcp, store
 from limpet.errors import LimpetWarning
-from limpet.hub import FILE, local_file
 from limpet.likelihoods import Likelihood, from_description
 from limpet.methods import METHODS, Memory
 
@@ -33,6 +31,9 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Likelihood | None = 
     >>> again
     <OnlineLaplace structure='kronecker' strength=1 tasks=1 examples=20 bytes=168>
     """
+    from limpet import dcp, store
+    from limpet.hub import FILE, local_file
+
     has_file = (Path(path) / FILE).is_file()
     state = dcp.read(path) if dcp.is_checkpoint(path) and not has_file else store.read(local_file(path))
     content = store.Content.of(state)

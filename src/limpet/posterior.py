@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,12 @@ from limpet.layers.adapters import LowRank, adapted_parameters
 from limpet.precision import STRUCTURES, Diagonal, Kronecker, KroneckerSum, Precision
 from limpet.precision.weighted import WeightedSum
 from limpet.spread import Spread, refuse_spread
-from limpet.thin import Thin
+
+if TYPE_CHECKING:
+    from limpet.thin import Thin
+
+PRIOR_MEANS = ("zero", "initial")
+"""What the weights are thought to be before the first task: zero, or what they were when the memory was made."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,8 @@ class Posterior:
 
     def thin(self) -> dict[str, Thin]:
         """The blocks that train through adapters, by name."""
+        from limpet.thin import Thin
+
         parameters, adapted = self.parameters(), adapted_parameters(self.model)
         found = {}
         for name, held in self.held.items() if adapted else ():

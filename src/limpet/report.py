@@ -7,12 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from limpet.curvature import (
-    DIRECT,
-    is_excluded,
-    named_parameters,
-    plain,
-)
+from limpet.curvature import DIRECT, is_excluded, named_parameters, running_statistics
 from limpet.layers.adapters import adapted_parameters, adapter_parameters
 from limpet.posterior import Held, Posterior
 from limpet.precision import Kronecker, KroneckerSum, Precision
@@ -128,12 +123,3 @@ def _why_not(name: str, parameter: nn.Parameter, exclude: Collection[str]) -> st
     if not parameter.requires_grad:
         return "frozen (requires_grad=False)"
     return "new since the last consolidation"
-
-
-def running_statistics(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The buffers that training moves and no penalty reaches, with their shapes."""
-    return {
-        plain(name): tuple(buffer.shape)
-        for name, buffer in model.named_buffers()
-        if name.rpartition(".")[2] in ("running_mean", "running_var")
-    }

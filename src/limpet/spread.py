@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from limpet.costs import Outline
 from limpet.curvature import Block, Structure
 from limpet.errors import UnsupportedError
 from limpet.parallel import Exchange, Ranks, current, in_pieces, share
@@ -29,6 +28,8 @@ class Spread:
 
     def settle(self, blocks: Sequence[Block], structure: Structure) -> list[Block]:
         """Give every block that is new to an owner, and return those of this rank."""
+        from limpet.costs import Outline  # for models in pieces alone
+
         new = {
             b.name: Outline.of(b, structure).first_size for b in blocks if self.owners.keys().isdisjoint(b.parameters)
         }

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from limpet.curvature import DIRECT
 from limpet.layers.adapters import LowRank
-from limpet.precision import Kronecker, Matrix, Precision
+from limpet.precision import Kronecker, Precision, Sides
 
 if TYPE_CHECKING:
     from limpet.posterior import Held
@@ -52,48 +52,6 @@ class Product:
         return replace(self, h=factor * self.h)
 
 
-@dataclass(frozen=True)
-class Sides:
-    """U_H and U_Q of a block (None: the identity), and the ways into them and back."""
-
-    rows: Matrix | None
-    columns: Matrix | None
-
-    def into(self, block: Tensor) -> Tensor:
-        """U_H^T block U_Q."""
-        block = self.rows_into(block)
-        return block if self.columns is None else block @ self.columns
-
-    def back(self, c: Tensor) -> Tensor:
-        """The inverse of `into`."""
-        c = self.rows_back(c)
-        return c if self.columns is None else c @ self.columns.mT
-
-    def rows_into(self, thin: Tensor) -> Tensor:
-        """U_H^T thin."""
-        # (v^T U)^T rather than U^T v: for thin v nearly twice as fast
-        return thin if self.rows is None else (thin.mT @ self.rows).mT
-
-    def rows_back(self, thin: Tensor) -> Tensor:
-        """U_H thin."""
-        return thin if self.rows is None else self.rows @ thin
-
-    def columns_into(self, thin: Tensor) -> Tensor:
-        """thin U_Q; the columns that the block has beyond those of `thin` are zero there."""
-        width = thin.shape[1]
-        if self.columns is None:
-            return thin
-        if isinstance(self.columns, Tensor):
-            return thin @ self.columns[:width]
-        return F.pad(thin, (0, sum(self.columns.sizes) - width)) @ self.columns
-
-    def columns_back(self, thin: Tensor, width: int) -> Tensor:
-        """The first columns of thin U_Q^T."""
-        if isinstance(self.columns, Tensor):
-            return thin @ self.columns[:width].mT
-        return (thin if self.columns is None else thin @ self.columns.mT)[:, :width]
-
-
 class Thin:
     """The displacement, penalty and gradients of one block with adapters."""
 
@@ -107,7 +65,7 @@ class Thin:
 
     def sides(self) -> Sides:
         """U_H and U_Q; asked for every time, since bases may lie elsewhere in between."""
-        return Sides(*((None, None) if self.held.block.kind == DIRECT else self.held.precision.sides()))
+        return Sides() if self.held.block.kind == DIRECT else self.held.precision.sides()
 
     @property
     def rotated(self) -> bool:

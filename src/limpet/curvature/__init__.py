@@ -9,12 +9,11 @@ from limpet.curvature.blocks import (
     is_excluded,
     named_parameters,
     plain,
+    running_statistics,
     unwrapped,
 )
-from limpet.curvature.checkpoint import Checkpoint
 from limpet.curvature.fisher import Displacement, Fisher, FisherPass
 from limpet.curvature.guard import shifted, trainable, untouched
-from limpet.curvature.sharded import ShardedPass
 from limpet.curvature.structure import MOST_PIECES, Structure
 from limpet.curvature.sums import FISHERS
 
@@ -23,12 +22,10 @@ __all__ = [
     "FISHERS",
     "MOST_PIECES",
     "Block",
-    "Checkpoint",
     "Displacement",
     "Fisher",
     "FisherPass",
     "Forward",
-    "ShardedPass",
     "Structure",
     "call",
     "counted_examples",
@@ -39,6 +36,7 @@ __all__ = [
     "part",
     "plain",
     "prepared",
+    "running_statistics",
     "shifted",
     "trainable",
     "untouched",

@@ -120,6 +120,15 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain(name): parameter for name, parameter in model.named_parameters()}
 
 
+def running_statistics(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The buffers that training moves and no penalty reaches, with their shapes."""
+    return {
+        plain(name): tuple(buffer.shape)
+        for name, buffer in model.named_buffers()
+        if name.rpartition(".")[2] in ("running_mean", "running_var")
+    }
+
+
 def is_excluded(name: str, patterns: Collection[str]) -> bool:
     """Whether a parameter is left out: by its name, by a module it is in, or by a pattern such as "heads.*"."""
     return any(name == p or name.startswith(f"{p}.") or fnmatchcase(name, p) for p in patterns)

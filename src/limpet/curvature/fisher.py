@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from limpet.curvature.batches import FirstBatches, check_batches, needed_total, total_examples
 from limpet.curvature.blocks import Block
-from limpet.curvature.checkpoint import Checkpoint
 from limpet.curvature.guard import eager, plain_recurrence, shifted, trainable, untouched
 from limpet.curvature.progress import Progress
 from limpet.curvature.sums import Sums, UnforeseenError
@@ -24,6 +23,9 @@ from limpet.curvature.together import read_together
 from limpet.errors import CurvatureError, positive_whole
 from limpet.parallel import Ranks, Shared, current
 from limpet.precision import Term
+
+if TYPE_CHECKING:
+    from limpet.curvature.checkpoint import Checkpoint
 
 NOTHING = -1
 """The number of a batch that a rank only goes along with: it is not counted."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from limpet.curvature import Forward
 from limpet.errors import LimpetError, NotProtectedWarning, warn
+from limpet.integrations.logged import logged
 from limpet.methods import Memory
 from limpet.protect import Protection
 
@@ -70,10 +70,7 @@ class MemoryCallback(Callback):
     ) -> None:
         """Log what the memory foretells, and the penalty as it stands beside the loss."""
         if self._protection is not None and trainer.global_step % self.log_every == 0:
-            pl_module.log("memory_forecast", float(self.memory.forecast()))
-            if not self.memory.sharded:  # no rank knows all of the penalty
-                with torch.no_grad():
-                    pl_module.log("memory_penalty", float(self.memory.penalty()) * self._protection.weight)
+            pl_module.log_dict({**logged(self.memory, self._protection)})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let go; take the task in if asked."""

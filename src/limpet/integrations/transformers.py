@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -21,6 +20,7 @@ from limpet.curvature import unwrapped
 from limpet.curvature.batches import is_causal
 from limpet.errors import LimpetError
 from limpet.hub import FILE
+from limpet.integrations.logged import logged
 from limpet.loading import load
 from limpet.methods import Memory
 from limpet.protect import Protection
@@ -90,10 +90,7 @@ class MemoryCallback(TrainerCallback):
         """Put forecast (nats per old example) and penalty (as it stands beside the loss) into the log."""
         if logs is None or "loss" not in logs or self._protection is None:
             return
-        found = {"memory_forecast": float(self.memory.forecast())}
-        if not self.memory.sharded:  # no rank knows all of the penalty
-            with torch.no_grad():
-                found["memory_penalty"] = float(self.memory.penalty()) * self._protection.weight
+        found = logged(self.memory, self._protection)
         logs.update(found)
         if state.log_history:
             state.log_history[-1].update(found)

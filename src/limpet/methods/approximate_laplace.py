@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from limpet.curvature import Checkpoint, Fisher, Forward
+from limpet.curvature import Fisher, Forward
 from limpet.errors import LimpetError
 from limpet.methods.laplace import Laplace
 from limpet.posterior import Held
@@ -53,7 +53,7 @@ class ApproximateLaplace(Laplace):
                 f"of each, not of {len(earlier)}"
             )
         passes = [(old, None) for old in earlier] + [(batches, examples)]
-        saved = [None if checkpoint is None else Checkpoint(f"{checkpoint}.{i}") for i in range(len(passes))]
+        saved = [self._checkpoint(checkpoint and f"{checkpoint}.{i}") for i in range(len(passes))]
         fishers = [
             self._measure(data, count, limit, forward, progress, file)
             for (data, count), file in zip(passes, saved, strict=True)

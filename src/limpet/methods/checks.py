@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from limpet.curvature import Block, is_excluded, named_parameters, plain
+from limpet.curvature import Block, is_excluded, named_parameters, plain, running_statistics
 from limpet.errors import LimpetWarning, NotProtectedWarning, UnsupportedError, warn
-from limpet.report import running_statistics
 
 
 def check_model(model: Any) -> None:

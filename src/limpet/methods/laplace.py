@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from limpet import store
 from limpet.calibration import Curve
 from limpet.curvature import (
     DIRECT,
     FISHERS,
-    Checkpoint,
     Displacement,
     Fisher,
     FisherPass,
     Forward,
-    ShardedPass,
     counted_examples,
 )
 from limpet.errors import (
@@ -32,14 +29,16 @@ from limpet.errors import (
     warn,
     whole_number,
 )
-from limpet.forecast import Forecast, fresh_forecast
 from limpet.likelihoods import Likelihood
-from limpet.measuring import measure
 from limpet.methods.memory import MAX_SIDE, Memory
 from limpet.posterior import Held, Posterior
 from limpet.precision import Precision
 from limpet.spread import refuse_spread
-from limpet.surroundings import surroundings, with_task
+
+if TYPE_CHECKING:
+    from limpet import store
+    from limpet.curvature.checkpoint import Checkpoint
+    from limpet.forecast import Forecast
 
 LOOK = 2000
 """Examples that are enough to see the shape of a task's Fisher."""
@@ -114,7 +113,7 @@ class Laplace(Memory):
         same order, it goes on from there; the file is gone once the task is taken in. On many ranks the batches are
         each rank's own, or all of them, `limpet.parallel.Shared(batches)`; then another number of ranks may go on.
         """
-        saved = None if checkpoint is None else Checkpoint(checkpoint)
+        saved = self._checkpoint(checkpoint)
         self._settle([self._measure(batches, examples, limit, forward, progress, saved)], forward)
         if saved is not None:
             saved.remove()
@@ -127,6 +126,8 @@ class Laplace(Memory):
         The rise is then that of their loss since the last consolidation, and each block's share that of a Fisher
         measured on them. A few hundred examples are enough.
         """
+        from limpet.forecast import fresh_forecast
+
         if curvature not in ("kept", "fresh"):
             raise ValueError(f"curvature must be 'kept' or 'fresh', not {curvature!r}")
         if (curvature == "fresh") != (batches is not None):
@@ -134,6 +135,12 @@ class Laplace(Memory):
         if batches is None:
             return super().forecast()
         return fresh_forecast(self.posterior, self._pass(forward, None), batches)
+
+    @staticmethod
+    def _checkpoint(path: str | Path | None) -> Checkpoint | None:
+        from limpet.curvature.checkpoint import Checkpoint
+
+        return None if path is None else Checkpoint(path)
 
     def _measure(
         self,
@@ -157,6 +164,8 @@ class Laplace(Memory):
         self, batches: Iterable[Any], examples: int | None, limit: int | None, forward: Forward | None
     ) -> Displacement | None:
         """A short look at the mode, and from it where around the mode to measure."""
+        from limpet.surroundings import surroundings
+
         if isinstance(batches, Iterator):
             raise LimpetError("smoothing reads the data twice: give a loader or a list of batches, not an iterator")
         sized = examples is not None or counted_examples(batches) is not None
@@ -167,9 +176,12 @@ class Laplace(Memory):
 
     def _pass(self, forward: Forward | None, displacement: Displacement | None) -> FisherPass:
         blocks, spread = self._planned(), self.posterior.spread
+        kind: Callable[..., FisherPass] = FisherPass
         if spread is not None:
+            from limpet.curvature.sharded import ShardedPass
+
+            kind = partial(ShardedPass, spread.ranks, spread.owners)
             spread.settle(blocks, self.posterior.structure)
-        kind = FisherPass if spread is None else partial(ShardedPass, spread.ranks, spread.owners)
         return kind(
             self.model,
             blocks,
@@ -184,6 +196,8 @@ class Laplace(Memory):
 
     def _settle(self, fishers: list[Fisher], forward: Forward | None) -> None:
         """Let what the passes found become the memory: the newest task is the last of them."""
+        from limpet.surroundings import with_task
+
         newest = fishers[-1]
         self._warn_of_fallback(newest)
         self._direct |= {name for b in newest.blocks if b.kind == DIRECT for name in b.parameters}
@@ -226,6 +240,8 @@ class Laplace(Memory):
 
     def _curve(self, posterior: Posterior, newest: Fisher, forward: Forward | None) -> Curve:
         """How the loss of the newest task rises around a posterior that knows it."""
+        from limpet.measuring import measure
+
         if posterior.spread is not None:
             return Curve()
         return measure(posterior, newest, self.likelihood, forward, self.seed + self.tasks)

@@ -2,51 +2,39 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from limpet import hub, store
-from limpet.budget import Budget
 from limpet.calibration import History
 from limpet.curvature import Block, Forward, Structure, discover, unwrapped
-from limpet.errors import (
-    LimpetError,
-    MemoryFileError,
-    UnsupportedError,
-    finite_number,
-    positive_whole,
-)
-from limpet.evidence import evidence_prior
-from limpet.forecast import Forecast, forecast
+from limpet.errors import LimpetError, UnsupportedError, finite_number, positive_whole
 from limpet.likelihoods import Likelihood, resolve
-from limpet.linearised import OutputDistribution, output_distribution
 from limpet.methods.checks import check_model, excluded_names, say_what_is_not_protected
-from limpet.posterior import Posterior
+from limpet.methods.kept import Kept
+from limpet.posterior import PRIOR_MEANS, Posterior
 from limpet.precision import STRUCTURES
 from limpet.precision.rest import Rest
-from limpet.predictive import predictive, sample_weights
-from limpet.protect import Protection, StepObserver
-from limpet.protect_sharded import ShardedProtection
-from limpet.pull import ProximalState
-from limpet.report import Report, report
 from limpet.spread import refuse_spread
 
-PRIOR_MEANS = ("zero", "initial")
-"""What the weights are thought to be before the first task: zero, or what they were when the memory was made."""
+if TYPE_CHECKING:  # what a memory can do is imported when it is asked for: importing limpet takes hardly any time
+    from limpet.budget import Budget
+    from limpet.forecast import Forecast
+    from limpet.linearised import OutputDistribution
+    from limpet.protect import Protection, StepObserver
+    from limpet.report import Report
 
 MAX_SIDE = 4096
 """The longest side of a block whose factor is kept whole."""
 
 
-class Memory(ABC):
+class Memory(Kept):
     """What a network knows, as a Gaussian over its weights. Use one of the methods: `limpet.OnlineLaplace`, ..."""
 
-    method: ClassVar[str]
     _measures_curves: ClassVar[bool] = False  # whether forecasts are in nats, so that a multiplier can follow them
 
     def __init__(
@@ -77,12 +65,11 @@ class Memory(ABC):
         self.strength = strength
         self.examples = 0
         self.tasks = 0
-        self.unused: frozenset[str] = frozenset()
+        self.unused = frozenset()
         self.history = History()
-        self._direct: set[str] = set()
+        self._direct = set()
         self._protection: Protection | None = None
-        self._proximal_state: ProximalState | None = None
-        self._resume: ProximalState | None = None
+        self._proximal_state = self._resume = None
         self.posterior.arrange(self._planned())
         say_what_is_not_protected(self.model, self._planned())
 
@@ -149,6 +136,9 @@ class Memory(ABC):
         With `budget` the strength no longer matters: the memory holds just hard enough to keep the forecast within
         so many nats per example, and not at all before that.
         """
+        from limpet.protect import Protection
+        from limpet.protect_sharded import ShardedProtection
+
         self._refuse_inside_protect()
         self.posterior.arrange(self._planned())
         kind = Protection if self.posterior.spread is None else ShardedProtection
@@ -169,6 +159,8 @@ class Memory(ABC):
         )
 
     def _budget(self, budget: float | None) -> Budget | None:
+        from limpet.budget import Budget
+
         if budget is None:
             return None
         if not finite_number("budget", budget):
@@ -233,10 +225,14 @@ class Memory(ABC):
         >>> 0 < memory.forecast() < 0.1
         True
         """
+        from limpet.forecast import forecast
+
         return forecast(self.posterior, self.examples, self.history)
 
     def sample_weights(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """The protected parameters, drawn from the Gaussian that the memory is."""
+        from limpet.predictive import sample_weights
+
         self._refuse_spread("sample_weights")
         return sample_weights(self.posterior, generator)
 
@@ -264,6 +260,8 @@ class Memory(ABC):
         >>> memory.predictive(torch.zeros(5, 3), how="probit").sum(1).round(decimals=4)
         tensor([1., 1., 1., 1., 1.])
         """
+        from limpet.predictive import predictive
+
         self._refuse_spread("predictive")
         return predictive(
             self.posterior,
@@ -289,6 +287,8 @@ class Memory(ABC):
         >>> found.mean.shape, found.covariance.shape
         (torch.Size([5, 1]), torch.Size([5, 1, 1]))
         """
+        from limpet.linearised import output_distribution
+
         self._refuse_spread("output_distribution")
         prior = self._prior(prior_precision)
         return output_distribution(self.posterior, inputs, forward=forward, prior_precision=prior)
@@ -297,6 +297,8 @@ class Memory(ABC):
         refuse_spread(self.posterior.spread, f"memory.{what}(...)", "save the memory, and load it in one process")
 
     def _prior(self, prior_precision: float | str | None) -> float | None:
+        from limpet.evidence import evidence_prior
+
         if isinstance(prior_precision, str):
             if prior_precision != "evidence":
                 raise ValueError(f"prior_precision must be a number or 'evidence', not {prior_precision!r}")
@@ -305,6 +307,8 @@ class Memory(ABC):
 
     def report(self) -> Report:
         """Every parameter of the model: its block, structure, bytes, and whether it is protected or why not."""
+        from limpet.report import report
+
         chosen = f" ({self._strength:.2g} for the last task)" if self._automatic and self.tasks else ""
         title = (
             f"{type(self).__name__}: {self.structure}, strength {self._strength_text}{chosen}, {self.tasks} tasks, "
@@ -322,108 +326,20 @@ class Memory(ABC):
             f"examples={self.examples} bytes={self.nbytes}>"
         )
 
-    def _planned(self, also: Collection[str] = ()) -> list[Block]:
-        """The blocks of the model as it is now; those found to be used directly once stay so."""
-        found: list[Block] = []
-        for block in discover(self.model, self.exclude, also):
-            found.extend(block.made_direct() if self._direct & set(block.parameters) else [block])
-        return found
+    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
+        """Upload the memory beside a model on the Hugging Face hub, where `limpet.load(repo_id, model)` finds it."""
+        from limpet import hub
 
-    # --- keeping ---------------------------------------------------------------------------------------------
+        return hub.push(self, repo_id, private=private, token=token)
 
     @property
     def sharded(self) -> bool:
         """Whether every rank keeps some of the blocks, because the model is under `fully_shard`."""
         return self.posterior.spread is not None
 
-    def state_dict(self) -> store.State:
-        """All that the memory holds: {"metadata": JSON, "tensors": tensors by name}.
-
-        With `load_state_dict` it makes a memory a Stateful of torch.distributed.checkpoint: save it beside the model,
-        `dcp.save({"model": ..., "memory": memory}, checkpoint_id=folder)`, and `limpet.load(folder, model)` brings it
-        back on any number of ranks. For a model in pieces it is a collective.
-        """
-        return store.collect(self.posterior, self._settings(), self._proximal_state, self._extra_tensors())
-
-    def load_state_dict(self, state: store.State) -> None:
-        """Take over a state that `state_dict` made, for the same method, structure and model; all of it or nothing."""
-        self._refuse_inside_protect()
-        content = store.Content.of(state)
-        expected = {"method": self.method, "structure": self.structure, "likelihood": self.likelihood.describe()}
-        store.check_settings(content, expected)
-        previous = self._direct, self.exclude, self.posterior.structure
-        try:
-            with store.refusing():
-                settings = store.Settings(content)
-                max_side = positive_whole("max_side", settings.whole("max_side"))
-                self._direct, self.exclude = store.direct_parameters(content), tuple(settings.names("exclude"))
-                rest = Rest.of(content.metadata["settings"])
-                self.posterior.structure = Structure(self.structure, max_side, rest)
-                attributes = self._read_settings(settings)
-                prior_precision = settings.number("prior_precision")
-                prior_mean = settings.choice("prior_mean", PRIOR_MEANS)
-                blocks = self._planned(also=store.parameter_names(content))
-                held, constant, proximal, extra = store.restore(content, blocks, self.posterior)
-                attributes.update(self._read_extra(settings, extra))
-        except MemoryFileError:
-            self._direct, self.exclude, self.posterior.structure = previous
-            raise
-        for name, value in attributes.items():
-            setattr(self, name, value)
-        self.posterior.held, self.posterior.constant = held, constant
-        self.posterior.prior_precision, self.posterior.prior_mean = prior_precision, prior_mean
-        self._proximal_state = self._resume = proximal
-
-    def save(self, path: str | Path) -> None:
-        """Keep the memory in a file: safetensors with a versioned header, no pickle.
-
-        Of a model in pieces all ranks write their parts of one file, which must be in a folder that all of them see.
-        """
-        state, spread = self.state_dict(), self.posterior.spread
-        if spread is None:
-            store.write(path, state)
-        else:
-            store.write_together(path, state, spread.ranks)
-
-    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
-        """Upload the memory beside a model on the Hugging Face hub, where `limpet.load(repo_id, model)` finds it."""
-        return hub.push(self, repo_id, private=private, token=token)
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "method": self.method,
-            "structure": self.structure,
-            "strength": self._strength,
-            "automatic": self._automatic,
-            "prior_precision": self.posterior.prior_precision,
-            "prior_mean": self.posterior.prior_mean,
-            "likelihood": self.likelihood.describe(),
-            "max_side": self.posterior.structure.max_side,
-            **self.posterior.structure.rest.facts(),
-            "exclude": list(self.exclude),
-            "examples": self.examples,
-            "tasks": self.tasks,
-            "unused": sorted(self.unused),
-            "history": self.history.plain(),
-        }
-
-    def _read_settings(self, settings: store.Settings) -> dict[str, Any]:
-        """The attributes that settings stand for."""
-        return {
-            "_strength": settings.number("strength"),
-            "_automatic": settings.flag("automatic"),
-            "examples": settings.whole("examples"),
-            "tasks": settings.whole("tasks"),
-            "unused": frozenset(settings.names("unused")),
-            "history": History.restore(settings.part("history")),
-        }
-
-    def _extra_tensors(self) -> dict[str, Tensor]:
-        """Tensors of a method's own."""
-        return {}
-
-    def _read_extra(self, settings: store.Settings, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """The attributes that a method's own tensors stand for."""
-        if tensors:
-            raise MemoryFileError(f"tensors that {type(self).__name__} does not know: {', '.join(sorted(tensors))}")
-        return {}
+    def _planned(self, also: Collection[str] = ()) -> list[Block]:
+        """The blocks of the model as it is now; those found to be used directly once stay so."""
+        found: list[Block] = []
+        for block in discover(self.model, self.exclude, also):
+            found.extend(block.made_direct() if self._direct & set(block.parameters) else [block])
+        return found

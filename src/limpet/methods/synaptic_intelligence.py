@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from limpet import store
 from limpet.curvature import Block, is_excluded, named_parameters
 from limpet.curvature.blocks import direct
 from limpet.errors import LimpetError, MemoryFileError
 from limpet.methods.memory import MAX_SIDE, Memory
 from limpet.posterior import Held
 from limpet.precision import Diagonal, DiagonalTerm
-from limpet.protect import StepObserver
 from limpet.spread import refuse_spread
+
+if TYPE_CHECKING:
+    from limpet import store
+    from limpet.protect import StepObserver
 
 
 class SynapticIntelligence(Memory):

@@ -6,6 +6,7 @@ from limpet.precision.dense import Dense
 from limpet.precision.diagonal import Diagonal
 from limpet.precision.kronecker import Kronecker
 from limpet.precision.kronecker_sum import KroneckerSum
+from limpet.precision.sides import Sides
 from limpet.precision.spectrum import Spectrum
 from limpet.precision.terms import DenseTerm, DiagonalTerm, KroneckerTerm, Term
 
@@ -26,6 +27,7 @@ __all__ = [
     "KroneckerTerm",
     "Matrix",
     "Precision",
+    "Sides",
     "Spectrum",
     "Term",
 ]

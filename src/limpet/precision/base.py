@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from limpet.errors import LimpetError, finite_number
-from limpet.precision.block_diagonal import Matrix
+from limpet.precision.sides import Sides
 from limpet.precision.spectrum import Spectrum
 from limpet.precision.terms import Term
 
@@ -53,9 +53,9 @@ class Precision(ABC):
         """`apply` for many uses: may be faster, and take memory of its own as long as it is kept."""
         return self.apply
 
-    def sides(self) -> tuple[Matrix | None, Matrix | None]:
-        """Bases of the rows and of the columns (None: as they are) between which `apply_in_sides` works."""
-        return None, None
+    def sides(self) -> Sides:
+        """Bases of the rows and of the columns between which `apply_in_sides` works."""
+        return Sides()
 
     def apply_in_sides(self, v: Tensor) -> Tensor:
         """L v where v, and what comes of it, are U_rows^T (.) U_columns."""

@@ -31,6 +31,7 @@ from limpet.precision.base import Facts, Precision, check_shape, fact, inverse_r
 from limpet.precision.block_diagonal import Matrix, diagonal, find, joined, named, pieces, recut
 from limpet.precision.linalg import symmetric_eigen, widened
 from limpet.precision.rest import AS_USED, Rest
+from limpet.precision.sides import Sides
 from limpet.precision.spectrum import Spectrum
 from limpet.precision.terms import KroneckerTerm, Term
 from limpet.precision.weighted import WeightedSum
@@ -143,11 +144,11 @@ class Kronecker(Precision):
 
     def rotate(self, v: Tensor) -> Tensor:
         """U_H^T v U_Q: the block in the eigenbasis."""
-        return _into(v, *self.sides())
+        return self.sides().into(v)
 
     def rotate_back(self, v: Tensor) -> Tensor:
         """U_H v U_Q^T, the inverse of `rotate`."""
-        return _back(v, *self.sides())
+        return self.sides().back(v)
 
     def add(self, term: Term, strength: float) -> Self:
         if not isinstance(term, KroneckerTerm):
@@ -186,16 +187,15 @@ class Kronecker(Precision):
 
     def apply(self, v: Tensor) -> Tensor:
         factor, values = self.values.factored
-        rows, columns = self.sides()
-        scaled = values * _into(v, rows, columns)
-        if not isinstance(columns, Tensor) or v.dim() > 2:
-            return torch.add(self.prior * v, _back(scaled, rows, columns), alpha=factor)
+        sides = self.sides()
+        scaled = values * sides.into(v)
+        if not isinstance(sides.columns, Tensor) or v.dim() > 2:
+            return torch.add(self.prior * v, sides.back(scaled), alpha=factor)
         # the same in one product: prior v + factor (U_H scaled) U_Q^T
-        left = scaled if rows is None else rows @ scaled
-        return torch.addmm(v, left, columns.mT, beta=self.prior, alpha=factor)
+        return torch.addmm(v, sides.rows_back(scaled), sides.columns.mT, beta=self.prior, alpha=factor)
 
-    def sides(self) -> tuple[Matrix | None, Matrix | None]:
-        return self.outputs.columns, self.inputs.columns
+    def sides(self) -> Sides:
+        return Sides(self.outputs.columns, self.inputs.columns)
 
     def apply_in_sides(self, v: Tensor) -> Tensor:
         return self._full * v
@@ -239,8 +239,8 @@ class Kronecker(Precision):
         resistance = torch.add(one, values, alpha=step * factor)
         sides = self.sides()
         if self.rounded:  # only what the penalty takes away goes through the bases, so the rest loses nothing there
-            return v - _back(_into(v, *sides) * (1 - 1 / resistance), *sides)
-        return _back(_into(v, *sides) / resistance, *sides)
+            return v - sides.back(sides.into(v) * (1 - 1 / resistance))
+        return sides.back(sides.into(v) / resistance)
 
     @property
     def rounded(self) -> bool:
@@ -252,7 +252,7 @@ class Kronecker(Precision):
 
     def solve(self, v: Tensor) -> Tensor:
         sides = self.sides()
-        return _back(_into(v, *sides) * inverse_root(self._full).square(), *sides)
+        return sides.back(sides.into(v) * inverse_root(self._full).square())
 
     def trace(self) -> Tensor:
         return widened(self._full).sum()
@@ -271,9 +271,9 @@ class Kronecker(Precision):
 
     def diagonals(self) -> tuple[Tensor, Tensor]:
         def in_place(values: Tensor) -> Tensor:
-            rows, columns = self.sides()
-            values = values if rows is None else rows.square() @ values
-            return values if columns is None else values @ columns.square().mT
+            sides = self.sides()
+            values = values if sides.rows is None else sides.rows.square() @ values
+            return values if sides.columns is None else values @ sides.columns.square().mT
 
         return in_place(self.values.plain), in_place(self.values.total)
 
@@ -317,16 +317,6 @@ class Kronecker(Precision):
                 check_shape(name, tensors[name], shape)
         values = WeightedSum.restore("eigenvalues", tensors, optional_fact(facts, "strength"))
         return cls(shape, fact(facts, "prior"), side("inputs", in_), side("outputs", out), values)
-
-
-def _into(v: Tensor, rows: Matrix | None, columns: Matrix | None) -> Tensor:
-    v = v if rows is None else rows.mT @ v
-    return v if columns is None else v @ columns
-
-
-def _back(v: Tensor, rows: Matrix | None, columns: Matrix | None) -> Tensor:
-    v = v if rows is None else rows @ v
-    return v if columns is None else v @ columns.mT
 
 
 def _as_side(factor: Matrix, is_diagonal: bool, basis: Basis) -> Matrix:
