@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import limpet
-from limpet.experiments import METHODS, load_preset
-from limpet.experiments.lessons import Lesson, Lessons
-from limpet.experiments.methods import WithMemory, with_structure
+from learner import Learner
+from limpet.experiments.lessons import Lesson
 from limpet.experiments.metrics import score
-from limpet.experiments.recipe import Recipe
 from limpet.experiments.training import TaskTraining
+from versions import versions
 
 RESULTS = Path(__file__).parents[1] / "results" / "budget"
 BUDGETS = (0.01, 0.03, 0.1)
@@ -61,16 +59,11 @@ def old_loss(model: nn.Module, lessons: list[Lesson]) -> float:
     return float(np.mean(losses))
 
 
-class Bench:
+class Bench(Learner):
     """A network that knows three tasks, and what becomes of it with the fourth."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.lessons = Lessons(recipe, torch.device("cpu"))
-        self.model = self.lessons.network()
-        method = METHODS[recipe.method](self.model, recipe)
-        assert isinstance(method, WithMemory)
-        self.method = method
+    def __init__(self, seed: int) -> None:
+        super().__init__("permuted-mnist", {**SETTINGS, "seed": seed})
         self.old = [self.lessons.lesson(i) for i in range(OLD)]
         for number, lesson in enumerate(self.old):
             self._train(self.model, self.method.memory, lesson, number)
@@ -113,13 +106,12 @@ def measure(seeds: list[int]) -> dict[str, Any]:
     """Every budget and strength, for every seed."""
     begin, runs = time.perf_counter(), []
     for seed in seeds:
-        bench = Bench(with_structure(load_preset("permuted-mnist").resolve({**SETTINGS, "seed": seed})))
+        bench = Bench(seed)
         budgets = {str(b): bench.fourth(budget=b) for b in BUDGETS}
         strengths = {str(s): bench.fourth(strength=s) for s in STRENGTHS}
         runs.append({"seed": seed, "budgets": budgets, "strengths": strengths})
         print(f"seed {seed}: {time.perf_counter() - begin:.0f} s", flush=True)
-    versions = {"limpet": limpet.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    return {"versions": versions, "seconds": round(time.perf_counter() - begin), "runs": runs}
+    return {"versions": versions(), "seconds": round(time.perf_counter() - begin), "runs": runs}
 
 
 def rows(record: dict[str, Any]) -> list[tuple[int, float, float, float, float, float]]:

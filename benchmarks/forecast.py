@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 import warnings
 from pathlib import Path
@@ -24,14 +23,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import limpet
+from learner import Learner
 from limpet.errors import NotProtectedWarning
-from limpet.experiments import METHODS, load_preset
 from limpet.experiments.data import Examples
-from limpet.experiments.lessons import Lessons
-from limpet.experiments.methods import WithMemory, with_structure
-from limpet.experiments.recipe import Recipe
 from limpet.experiments.training import TaskTraining
+from versions import versions
 
 RESULTS = Path(__file__).parents[1] / "results" / "forecast"
 MOMENTS = (0.02, 0.1, 0.3, 0.6, 1.0)
@@ -46,16 +42,11 @@ PLAIN: dict[str, Any] = {"memory.smoothing": 0.0, "memory.prior_precision": 1.0}
 """The Laplace approximation itself."""
 
 
-class Watched:
+class Watched(Learner):
     """A sequence of tasks, looked at while it is learned."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.lessons = Lessons(recipe, torch.device("cpu"))
-        self.model = self.lessons.network()
-        method = METHODS[recipe.method](self.model, recipe)
-        assert isinstance(method, WithMemory)
-        self.method = method
+    def __init__(self, experiment: str, settings: dict[str, Any]) -> None:
+        super().__init__(experiment, settings)
         self.old: list[tuple[Examples, int]] = []
         self.pairs: list[dict[str, float]] = []
 
@@ -107,13 +98,19 @@ def measure(experiment: str, tasks: int, strengths: list[float], seed: int) -> d
     begin, runs = time.perf_counter(), []
     for strength in strengths:
         settings = {**SETTINGS[experiment], **PLAIN, "tasks": tasks, "memory.strength": strength, "seed": seed}
-        watched = Watched(with_structure(load_preset(experiment).resolve(settings)))
+        watched = Watched(experiment, settings)
         watched.learn()
         runs.append({"strength": strength, "pairs": watched.pairs})
         print(f"strength {strength:g}: {len(watched.pairs)} pairs")
-    versions = {"limpet": limpet.__version__, "torch": torch.__version__, "python": platform.python_version()}
     wall = round(time.perf_counter() - begin)
-    return {"experiment": experiment, "tasks": tasks, "seed": seed, "versions": versions, "seconds": wall, "runs": runs}
+    return {
+        "experiment": experiment,
+        "tasks": tasks,
+        "seed": seed,
+        "versions": versions(),
+        "seconds": wall,
+        "runs": runs,
+    }
 
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
@@ -130,6 +127,9 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
         "rank correlation": rank_correlation(forecast, rise),
         "median relative error": float(np.median(np.abs(forecast - rise) / np.abs(rise))),
         "median measured / forecast": float(np.median(rise / forecast)),
+        "pairs with a rise above the forecast (%)": 100 * float(np.mean(rise > forecast)),
+        "measured / forecast, 5 % of the pairs below": float(np.quantile(rise / forecast, 0.05)),
+        "measured / forecast, 5 % of the pairs above": float(np.quantile(rise / forecast, 0.95)),
         "rank correlation, quadratic alone": rank_correlation(quadratic, rise),
         "median relative error, quadratic alone": float(np.median(np.abs(quadratic - rise) / np.abs(rise))),
         "median measured / quadratic": float(np.median(rise / quadratic)),

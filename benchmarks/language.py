@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import re
 import time
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 import limpet
 from limpet.curvature import Block, discover
 from limpet.language import texts
+from versions import versions
 
 RESULTS = Path(__file__).parents[1] / "results" / "language"
 LENGTH, BATCH = 64, 4
@@ -55,6 +55,9 @@ RUNS: dict[str, tuple[str, str, float]] = {  # name: what trains, what holds, ho
     "kronecker 10": ("adapters", "kronecker", 10.0),
     "kronecker 100": ("adapters", "kronecker", 100.0),
     "kronecker 1000": ("adapters", "kronecker", 1000.0),
+    "kronecker auto": ("adapters", "auto", 0.0),
+    "budget 0.02": ("adapters", "budget", 0.02),
+    "budget 0.05": ("adapters", "budget", 0.05),
     "last plain": ("last", "nothing", 0.0),
     "last kronecker 10": ("last", "kronecker", 10.0),
 }
@@ -120,8 +123,8 @@ class Experiment:
         model.config.use_cache = False
         return model
 
-    def memory(self, model: nn.Module, strength: float) -> limpet.Memory:
-        """The memory of the old text, made once."""
+    def memory(self, model: nn.Module, strength: float | None) -> limpet.Memory:
+        """The memory of the old text, made once; without a strength, at the one that `"auto"` would have given it."""
         path = self.folder / "memory.safetensors"
         if not path.exists():
             plain = self.fresh()
@@ -135,6 +138,7 @@ class Experiment:
             print(f"memory of {memory.examples} tokens: {took:.0f} s, {size:.2f} GB", flush=True)
             memory.save(path)
         loaded = limpet.load(path, model)
+        strength = loaded.history.tasks[0].curve.strength if strength is None else strength
         for name, held in loaded.posterior.held.items():
             precision: Any = held.precision
             values = replace(precision.values, mixed=None, strength=strength)
@@ -176,9 +180,8 @@ class Experiment:
                 optimizer.step()
                 rate.step()
                 seconds += time.perf_counter() - begin
-        versions = {"limpet": limpet.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        versions |= {"transformers": transformers.__version__, "peft": peft.__version__}
-        return {"name": name, "points": points, "seconds_per_step": seconds / (STEPS + 1), "versions": versions}
+        used = versions("transformers", "peft")
+        return {"name": name, "points": points, "seconds_per_step": seconds / (STEPS + 1), "versions": used}
 
     def _held(
         self, trained: Any, holds: str, strength: float
@@ -186,8 +189,9 @@ class Experiment:
         if holds == "nothing":
             return None, lambda _: nullcontext()
         memory: limpet.Memory
-        if holds == "kronecker":
-            memory = self.memory(trained, strength)
+        budget = strength if holds == "budget" else None
+        if holds in ("kronecker", "auto", "budget"):
+            memory = self.memory(trained, {"auto": None, "budget": 1.0}.get(holds, strength))
         elif holds == "l2":
             memory = limpet.OnlineLaplace(trained, prior_precision=strength, prior_mean="initial", structure="diagonal")
         else:
@@ -195,7 +199,7 @@ class Experiment:
             batches = [{"input_ids": part} for part in torch.split(self.old_sample, BATCH)]
             memory.consolidate(batches)
         tokens = self.new.numel()
-        return memory, lambda optimizer: memory.protect(optimizer, examples=tokens, mode="gradient")
+        return memory, lambda optimizer: memory.protect(optimizer, examples=tokens, mode="gradient", budget=budget)
 
 
 def draw(records: dict[str, dict[str, Any]], path: Path) -> None:
@@ -207,11 +211,12 @@ def draw(records: dict[str, dict[str, Any]], path: Path) -> None:
 
     figure, axis = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
     colors = {"plain": "#555555", "l2": "#d98032", "factors": "#6a994e", "kronecker": "#1f6f8b", "last": "#8b3d6b"}
+    colors["budget"] = "#b8a11f"
     for name, record in records.items():
         points = record["points"]
         kind, _, strength = name.rpartition(" ")
         same = sorted(RUNS[other][2] for other in records if other.rpartition(" ")[0] == kind)
-        alpha = (1 + same.index(RUNS[name][2])) / len(same) if strength else 1.0
+        alpha = (1 + same.index(RUNS[name][2])) / len(same) if strength != "auto" and strength else 1.0
         axis.plot(
             [p["new"] for p in points],
             [p["old"] - points[0]["old"] for p in points],
@@ -219,7 +224,7 @@ def draw(records: dict[str, dict[str, Any]], path: Path) -> None:
             markersize=3,
             linewidth=1.8,
             alpha=alpha,
-            linestyle="--" if "last" in name else "-",
+            linestyle="--" if "last" in name else ":" if "auto" in name else "-",
             color=colors[name.partition(" ")[0]],
             label=name,
         )

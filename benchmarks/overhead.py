@@ -9,7 +9,6 @@ One thread; rounds are interleaved, so that a slow moment of the machine meets a
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 import limpet
 from limpet.curvature import Fisher, FisherPass, Structure, discover
 from limpet.measuring import measure as measure_curve
+from versions import in_words
 
 BATCH = 250
 BATCHES = 40
@@ -195,9 +195,8 @@ def table(found: dict[str, float], rounds: int) -> str:
     """The ratios as Markdown."""
     lines = ["| what | ratio to the bare run | bound |", "| --- | --- | --- |"]
     lines += [f"| {name} | {value:.2f} | {BOUNDS[name]} |" for name, value in found.items()]
-    versions = f"limpet {limpet.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     return "\n".join(
-        [*lines, "", f"{versions}; one thread, batches of {BATCH}, medians of {rounds} interleaved rounds."]
+        [*lines, "", f"{in_words()}; one thread, batches of {BATCH}, medians of {rounds} interleaved rounds."]
     )
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import platform
 import re
 import statistics
 import time
@@ -32,10 +31,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-import limpet
 from overhead import lenet, mlp
 from peer_cases import CASES, Case, dense_fisher, own_forms
 from peer_libraries import PEERS, Batches, MisfitError, Peer, installed, places
+from versions import versions
 
 RESULTS = Path(__file__).parents[1] / "results" / "peers"
 PART = 16
@@ -165,11 +164,10 @@ def measure(rounds: int) -> dict[str, Any]:
     vectors = [(torch.randn(250, 784), torch.randint(0, 10, (250,))) for _ in range(20)]
     images = [(torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,))) for _ in range(2)]
     found = {"MLP": costs(peers, mlp, vectors, rounds), "LeNet": costs(peers, lenet, images, rounds)}
-    packages = ["limpet", "curvlinops-for-pytorch", "nngeometry", "laplace-torch", "backpack-for-pytorch", "asdfghjkl"]
-    versions = {package: installed(package) for package in packages} | {"torch": torch.__version__}
-    versions |= {"limpet": limpet.__version__, "python": platform.python_version()}
+    packages = ["curvlinops-for-pytorch", "nngeometry", "laplace-torch", "backpack-for-pytorch", "asdfghjkl"]
+    used = {**versions(), **{package: installed(package) for package in packages}}
     wall = round(time.perf_counter() - begin)
-    return {"versions": versions, "rounds": rounds, "seconds": wall, "costs": found, "errors": errors}
+    return {"versions": used, "rounds": rounds, "seconds": wall, "costs": found, "errors": errors}
 
 
 def number(value: float) -> str:
@@ -203,9 +201,9 @@ def table(record: dict[str, Any]) -> str:
         lines.append(f"| {name} | {' | '.join(cells)} |")
     settings = [f"- {name}: {peers[name].setting}" for name in record["errors"]]
     refused = [f"{mark}. `{word}`" for word, mark in said.items()]
-    versions = ", ".join(f"{name} {value}" for name, value in record["versions"].items())
+    used = ", ".join(f"{name} {value}" for name, value in record["versions"].items())
     text = [*lines, "", "What they say:", "", *refused, "", "How they were asked:", "", *settings, ""]
-    return "\n".join([*text, f"{versions}; one thread, medians of 3 to {record['rounds']} rounds."])
+    return "\n".join([*text, f"{used}; one thread, medians of 3 to {record['rounds']} rounds."])
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import platform
 import time
 import warnings
 from collections.abc import Callable
@@ -30,6 +29,7 @@ import limpet
 from limpet.experiments.data import images
 from limpet.experiments.metrics import calibration_error
 from limpet.experiments.networks import build
+from versions import in_words
 
 BATCH = 50
 
@@ -133,14 +133,9 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     for key, (nll, error, accuracy, found, seconds) in rows.items():
         print(f"| {key} | {nll:.4f} | {error:.2f} | {accuracy:.2f} | {found:.4f} | {seconds:.1f} |")
-    from importlib.metadata import version
-
     print(f"\nfitting: limpet {ours_fit:.1f} s, laplace-torch {their_fit:.1f} s (with the choice of its prior)")
     print(f"prior precision: limpet {memory._prior('evidence'):.3g}, laplace-torch {float(other.prior_precision):.3g}")
-    print(
-        f"limpet {limpet.__version__}, laplace-torch {version('laplace-torch')}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}, one thread"
-    )
+    print(f"{in_words('laplace-torch')}, one thread")
 
 
 if __name__ == "__main__":

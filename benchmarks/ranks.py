@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -33,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import limpet
+from versions import versions
 
 RESULTS = Path(__file__).parents[1] / "results" / "ranks"
 RANKS = (1, 2, 4)
@@ -285,7 +285,6 @@ def main() -> None:
         work(options.job, options.rounds, options.into)
         return
     RESULTS.mkdir(parents=True, exist_ok=True)
-    versions = {"limpet": limpet.__version__, "torch": torch.__version__, "python": platform.python_version()}
     for job in (options.job,) if options.job else ("costs", "speed"):
         if job == "costs":
             record: dict[str, Any] = {"runs": [measured_costs(ranks) for ranks in RANKS]}
@@ -293,7 +292,7 @@ def main() -> None:
             record = measured_speed(options.rounds)
             seconds = ", ".join(f"{statistics.median(s):.2f} s on {n}" for n, s in record["seconds"].items())
             print(f"{seconds}; ratio {record['ratio']:.3f}, error {record['error']:.1e}, load average {record['load']}")
-        (RESULTS / f"{job}.json").write_text(json.dumps({"versions": versions, **record}, indent=1) + "\n")
+        (RESULTS / f"{job}.json").write_text(json.dumps({"versions": versions(), **record}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

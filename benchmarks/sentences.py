@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ import transformers
 from torch import Tensor
 
 import limpet
+from versions import versions
 
 RESULTS = Path(__file__).parents[1] / "results" / "sentences"
 TASKS = ("imdb", "rotten_tomatoes", "order of words")
@@ -189,9 +189,7 @@ def main() -> None:
         setting = {name: getattr(options, name) for name in ("train", "test", "epochs", "seed")}
         if record["runs"] and any(record[name] != value for name, value in setting.items()):
             parser.error(f"{path} has runs of other sizes: name another file with --out, or remove it")
-        versions = {"limpet": limpet.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        versions |= {"transformers": transformers.__version__}
-        record = {"versions": versions, **setting, "runs": record["runs"]}
+        record = {"versions": versions("transformers"), **setting, "runs": record["runs"]}
         path.parent.mkdir(parents=True, exist_ok=True)
         experiment = Experiment(options.model, options.reviews, options.train, options.test, seed=options.seed)
         for name in options.only or RUNS:

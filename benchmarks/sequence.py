@@ -11,17 +11,16 @@ The data come from the Hugging Face hub, or from where LIMPET_DATA points.
 from __future__ import annotations
 
 import argparse
-import platform
 import tempfile
 from pathlib import Path
 
 import torch
 
-import limpet
 from limpet.experiments import RunFolder, Watcher, load_preset
 from limpet.experiments.methods import with_structure
 from limpet.experiments.record import Record
 from limpet.experiments.runner import Run
+from versions import in_words
 
 BOUND = 1.6
 
@@ -61,9 +60,8 @@ def main() -> None:
     for method, record in records.items():
         spent = [f"{sum(values):.1f}" for values in record.seconds.model_dump().values()]
         print(f"| {method} | {' | '.join(spent)} | {record.mean_accuracy:.1f} |")
-    versions = f"limpet {limpet.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     settings = f"{options.tasks} tasks, {options.epochs} epochs"
-    print(f"\n{ratio(records):.2f} times plain SGD (bound: {BOUND}); {settings}; {versions}")
+    print(f"\n{ratio(records):.2f} times plain SGD (bound: {BOUND}); {settings}; {in_words()}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import limpet
-from limpet.experiments import METHODS, load_preset
-from limpet.experiments.lessons import Lesson, Lessons
-from limpet.experiments.methods import CURVATURE_BATCH, Laplace, Shuffled, _forward, with_structure
+from learner import Learner
+from limpet.experiments.lessons import Lesson
+from limpet.experiments.methods import CURVATURE_BATCH, Shuffled, _forward
 from limpet.experiments.metrics import score
-from limpet.experiments.recipe import Recipe
 from limpet.experiments.training import TaskTraining
+from versions import versions
 
 RESULTS = Path(__file__).parents[1] / "results" / "strength"
 GRIDS: dict[str, tuple[float, ...]] = {
@@ -53,16 +51,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Sequence:
+class Sequence(Learner):
     """All tasks at one strength."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.lessons = Lessons(recipe, torch.device("cpu"))
-        self.model = self.lessons.network()
-        method = METHODS[recipe.method](self.model, recipe)
-        assert isinstance(method, Laplace)
-        self.method = method
 
     def learn(self) -> dict[str, Any]:
         """Mean test accuracy in the end, the strength of every task, and the evidence of all after the first."""
@@ -111,10 +101,9 @@ def measure(experiment: str, seed: int) -> dict[str, Any]:
     begin, runs = time.perf_counter(), {}
     for strength in (*GRIDS[experiment], "auto"):
         settings = {**SETTINGS[experiment], "memory.strength": strength, "seed": seed}
-        runs[str(strength)] = Sequence(with_structure(load_preset(experiment).resolve(settings))).learn()
+        runs[str(strength)] = Sequence(experiment, settings).learn()
         print(f"{strength}: {runs[str(strength)]}, {time.perf_counter() - begin:.0f} s", flush=True)
-    versions = {"limpet": limpet.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    return {"versions": versions, "seconds": round(time.perf_counter() - begin), "seed": seed, "runs": runs}
+    return {"versions": versions(), "seconds": round(time.perf_counter() - begin), "seed": seed, "runs": runs}
 
 
 def draw(records: dict[str, dict[str, Any]], path: Path) -> None:

@@ -15,7 +15,7 @@ from limpet.experiments.collection import gather
 ROOT = Path(__file__).parents[1]
 LINES = {
     "online-laplace/kronecker": ("limpet", "#1f6f8b"),
-    "online-laplace/diagonal": ("diagonal, as in EWC", "#d98032"),
+    "online-laplace/diagonal": ("diagonal (online EWC)", "#d98032"),
     "fine-tuning": ("plain training", "#8a8a8a"),
 }
 

@@ -84,3 +84,18 @@ def test_what_is_published_is_what_comes_out() -> None:
                     assert found[key] == pytest.approx(kept[key], rel=1e-4, abs=1e-6), (peer.name, name, key)
     table = peers.table(record)
     assert table in (peers.RESULTS / "README.md").read_text()
+
+
+def test_the_decision_is_made_of_the_same_times() -> None:
+    record = json.loads((peers.RESULTS / "peers.json").read_text())
+    (page,) = peers.RESULTS.parents[1].glob("docs/decisions/0001-*.md")
+    rows = {
+        "curvlinops 3.0.1": "curvlinops, KFAC",
+        "nngeometry 0.4": "nngeometry, KFAC",
+        "laplace-torch 0.3, by curvlinops": "laplace-torch, kron, curvlinops",
+        "limpet": "limpet, kronecker",
+    }
+    for name, peer in rows.items():
+        times = [record["costs"][network][peer]["time"] for network in ("MLP", "LeNet")]
+        cells = [" / ".join(peers.short(one[fisher]) for one in times) for fisher in ("sampled", "exact")]
+        assert f"| {name} | {' | '.join(cells)} |" in page.read_text()

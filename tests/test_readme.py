@@ -56,6 +56,14 @@ def test_every_block_is_run_by_something() -> None:
         assert mark or (language == "python" and code.startswith(">>> ")) or language == "bash"
 
 
+def fit(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+    """A loop of one's own."""
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
 def test_the_first_lines_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Task:
         def __init__(self, seed: int) -> None:
@@ -65,21 +73,32 @@ def test_the_first_lines_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         def __len__(self) -> int:
             return 40
 
-    def fit(model: torch.nn.Module, optimizer: torch.optim.Optimizer, task: Task) -> None:
-        for x, y in task.loader:
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-
     code = marked("loop")
     assert len([line for line in code.splitlines() if line]) <= 10
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     model = torch.nn.Linear(5, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exec(code, {"model": model, "optimizer": optimizer, "tasks": [Task(seed) for seed in range(3)], "fit": fit})
+    names = {"model": model, "optimizer": optimizer, "tasks": [Task(seed) for seed in range(3)]}
+    exec(code, {**names, "fit": lambda model, optimizer, task: fit(model, optimizer, task.loader)})
     again = limpet.load(tmp_path / "memory.safetensors", model)
     assert (again.tasks, again.examples, again.strength) == (3, 120, 3.0)
+
+
+def test_the_lines_for_a_trained_network_run() -> None:
+    torch.manual_seed(0)
+    model, x, y = torch.nn.Linear(5, 3), torch.randn(200, 5), torch.randint(0, 3, (200,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(20):
+        fit(model, optimizer, [(x, y)])
+    learned = torch.nn.functional.cross_entropy(model(x), y).item()
+    new = [(x, (y + 1) % 3)] * 20
+    names: dict[str, Any] = {"limpet": limpet, "model": model, "optimizer": optimizer, "fit": fit}
+    exec(marked("trained"), names | {"old_loader": [(x, y)], "new_loader": new, "new_data": x})
+    held = torch.nn.functional.cross_entropy(model(x), y).item()
+    fit(model, optimizer, new)
+    forgotten = torch.nn.functional.cross_entropy(model(x), y).item()
+    assert learned <= held < learned + (forgotten - learned) / 2
 
 
 @pytest.mark.slow
@@ -138,7 +157,7 @@ def test_the_lines_for_language_models_run(tmp_path: Path, monkeypatch: pytest.M
     memory.consolidate([{"input_ids": torch.randint(0, 23, (30, 9))}], progress=False)
     memory.save("memory.safetensors")
     ids = torch.randint(0, 23, (40, 9)).tolist()
-    space: dict[str, Any] = {"new_text": Dataset.from_dict({"input_ids": ids, "labels": ids})}
+    space: dict[str, Any] = {"tokenised": Dataset.from_dict({"input_ids": ids, "labels": ids})}
     exec(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "small"), space)
     assert 0 < float(space["memory"].forecast()) <= 0.05 * 1.001
     assert space["trainer"].state.global_step == 5

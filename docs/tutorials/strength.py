@@ -94,8 +94,8 @@ print(f"so the first task got the strength {curve.strength:.1f}")
 # ## A forecast to watch
 #
 # The same curves turn every displacement into nats. `memory.forecast()` is cheap enough to log, and needs no old
-# data; here is the truth beside it. It is an estimate: expect a factor of up to two on tasks as small as these, and
-# mostly on the careful side.
+# data; here is the truth beside it. It is an estimate: expect a factor of two to three, in either direction, on tasks
+# as small as these.
 
 # %%
 model, optimizer, memory = start(1.0)
@@ -134,6 +134,6 @@ for budget in (0.005, 0.02, 0.08):
 #
 # - Many tasks of the same kind, one network: `strength="auto"`.
 # - One published model, one fine-tuning: `budget=`, in nats per example (per token, for a language model).
-# - Comparing methods, as papers do: numbers, in powers of ten, chosen on held-out data. A diagonal wants ten to a
-#   hundred times what Kronecker factors do.
+# - Comparing methods, as papers do: numbers, in powers of ten, chosen on held-out data. A diagonal wants five to
+#   a hundred times what Kronecker factors do.
 # - A model in pieces on many ranks (`fully_shard`): a number; the other two are refused there.

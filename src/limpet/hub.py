@@ -52,8 +52,8 @@ memory = limpet.load("{model}", model)  # before or after get_peft_model(model, 
 trainer = Trainer(model, args, train_dataset=data, callbacks=[MemoryCallback(memory)])
 ```
 
-`memory.forecast()` says how much of the old loss has been given up, in nats per token;
-`MemoryCallback(memory, budget=0.05)` lets no more than that go.
+`memory.forecast()` estimates how much of the old loss has been given up, in nats per token;
+`MemoryCallback(memory, budget=0.05)` holds just hard enough to keep that estimate within 0.05.
 """
 
 

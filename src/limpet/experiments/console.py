@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from limpet.experiments.record import Record
 from limpet.inspection import Inspection
@@ -26,18 +27,21 @@ def show_inspection(console: Console, found: Inspection) -> None:
         f"{settings['examples']:,} examples, {found.nbytes / 1e6:.2f} MB, made by limpet {found.library}",
         highlight=False,
     )
-    blocks = Table("block", "kind", "shape", "structure", "tasks", "decided by data", "at stake (nats)", "bytes")
+    shape, tasks, nbytes = (Column(name, no_wrap=True) for name in ("shape", "tasks", "bytes"))
+    names = "block", "kind", shape, "structure", tasks, "decided by data", "at stake (nats)", nbytes
+    blocks = Table(*names, box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     for block in found.blocks:
-        shape = " x ".join(map(str, block.shape))
-        share, stake = f"{100 * block.decided:.0f} %", f"{block.at_stake:.3g}"
-        row = (block.name, block.kind, shape, block.structure, str(block.tasks), share, stake, f"{block.nbytes:,}")
+        sizes, share, stake = " x ".join(map(str, block.shape)), f"{100 * block.decided:.0f} %", f"{block.at_stake:.3g}"
+        row = (block.name, block.kind, sizes, block.structure, str(block.tasks), share, stake, f"{block.nbytes:,}")
         blocks.add_row(*row)
     console.print(blocks)
     if found.history.tasks:
-        tasks = Table("task", "examples", "measured / predicted rise", "way behind it (nats)")
+        learned = Table(
+            "task", "examples", "measured / predicted rise", "way behind it (nats)", box=SIMPLE, pad_edge=False
+        )
         for number, task in enumerate(found.history.tasks):
             pairs = zip(task.curve.predicted, task.curve.measured, strict=True)
             ratios = ", ".join(f"{rise / q:.2g} at {q:.2g}" for q, rise in pairs)
             behind = found.history.travelled - task.since
-            tasks.add_row(str(number + 1), f"{task.examples:,}", ratios, f"{behind:.3g}")
-        console.print(tasks)
+            learned.add_row(str(number + 1), f"{task.examples:,}", ratios, f"{behind:.3g}")
+        console.print(learned)
