@@ -287,3 +287,38 @@ def test_half_precision_bases_hold_a_change_they_would_round_away() -> None:
     padded = F.pad(d, (0, 1)).flatten()
     expected = (padded @ held.precision.fisher().dense() @ padded).item() / (2 * len(x))
     assert float(memory.forecast().quadratic) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_biases_that_train_beside_adapters_are_held_also_by_fused_optimizers(fused: bool) -> None:
+    """Which change parameters without counting up their version."""
+    model, memory, x, y = memory_of(strength=3.0)
+    wrapped = adapted(model, bias="all")
+    trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.05, weight_decay=0.0, fused=fused)
+    with memory.protect(optimizer, examples=len(x)):
+        for _ in range(40):
+            optimizer.zero_grad()
+            F.cross_entropy(wrapped(x), (y + 1) % 3).backward()
+            optimizer.step()
+    told = float(memory.forecast())
+    memory.posterior._thin.clear()
+    assert told == pytest.approx(float(memory.forecast()), rel=1e-9) and told > 0
+
+
+def test_a_block_of_which_a_part_is_frozen_stays_whole() -> None:
+    """As adapters with bias="all" leave a norm, whose weight is frozen and whose bias trains."""
+    model, memory, x, y = memory_of(strength=3.0)
+    wrapped = adapted(model, bias="all")
+    assert not model.norm.weight.requires_grad and model.norm.bias.requires_grad
+    trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=0.05)
+    weight = model.norm.weight.detach().clone()
+    with memory.protect(optimizer, examples=len(x)):
+        for _ in range(10):
+            optimizer.zero_grad()
+            F.cross_entropy(wrapped(x), (y + 1) % 3).backward()
+            optimizer.step()
+    assert memory.posterior.held["norm"].tasks == 1 and memory.forecast().blocks["norm"] > 0
+    memory.consolidate([(x, y)])
+    assert memory.posterior.held["norm"].tasks == 2 and torch.equal(model.norm.weight, weight)

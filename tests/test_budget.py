@@ -212,3 +212,19 @@ def test_what_cannot_follow_a_forecast_is_refused() -> None:
     for budget in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="budget"):
             limpet.OnlineLaplace(model).protect(optimizer, examples=10, budget=budget)
+
+
+def test_a_budget_moves_nothing_that_the_optimizer_does_not_have() -> None:
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 2), torch.randn(40, 3), torch.randint(0, 2, (40,))
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate([(x, y)])
+    bias = model.bias.detach().clone()
+    optimizer = torch.optim.Adam([model.weight], lr=0.5)
+    with memory.protect(optimizer, examples=40, budget=0.01):
+        for _ in range(20):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), 1 - y).backward()
+            optimizer.step()
+    assert torch.equal(model.bias, bias)
+    assert 0.005 < float(memory.forecast()) <= 0.01 * 1.01

@@ -86,3 +86,33 @@ def test_consolidate_takes_the_file_away_and_refuses_that_of_another_pass(tmp_pa
     approximate.consolidate([(x, y)], checkpoint=tmp_path / "a")
     approximate.consolidate([(x, y)], earlier=[[(x, y)]], checkpoint=tmp_path / "a")
     assert not list(tmp_path.glob("a*"))
+
+
+@pytest.mark.parametrize("key", ["ab", "a|b"])
+def test_any_name_of_a_module_and_of_a_file_will_do(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checkpoint, "SECONDS", 0.0)
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({key: torch.nn.Linear(3, 2)})
+    x, y = torch.randn(40, 3), torch.randint(0, 2, (40,))
+    batches = list(zip(x.split(10), y.split(10), strict=True))
+    calls = 0
+
+    def forward(model: Any, batch: Any, dies: bool = False) -> Any:
+        nonlocal calls
+        calls += 1
+        if dies and calls == 5:
+            raise KeyboardInterrupt
+        return model[key](batch[0]), batch[1]
+
+    path = tmp_path / "pass[lr=0.1].safetensors"
+    with pytest.raises(KeyboardInterrupt):
+        limpet.OnlineLaplace(model).consolidate(
+            batches, forward=lambda model, batch: forward(model, batch, dies=True), checkpoint=path
+        )
+    assert path.exists()
+    resumed, whole = limpet.OnlineLaplace(model), limpet.OnlineLaplace(model)
+    resumed.consolidate(batches, forward=forward, checkpoint=path)
+    whole.consolidate(batches, forward=forward)
+    assert not path.exists()
+    traces = [float(memory.posterior.held[key].precision.trace()) for memory in (resumed, whole)]
+    assert traces[0] == pytest.approx(traces[1], rel=1e-6)

@@ -151,3 +151,33 @@ def test_the_tokens_that_are_predicted_are_counted() -> None:
     assert _next_tokens({"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}) == 2
     with pytest.raises(LimpetError, match="examples=N"):
         _next_tokens({"text": "a word"})
+
+
+def test_every_training_has_its_own_number_of_examples(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    from limpet.integrations.lightning import MemoryCallback
+
+    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = nn.Linear(5, 3)
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            return F.cross_entropy(self.network(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.network.parameters(), lr=0.1)
+
+    torch.manual_seed(0)
+    module = Module()
+    memory = limpet.OnlineLaplace(module.network)
+    callback = MemoryCallback(memory, consolidate=True)
+    for count in (100, 400):
+        data = torch.utils.data.TensorDataset(torch.randn(count, 5), torch.randint(0, 3, (count,)))
+        loader = torch.utils.data.DataLoader(data, batch_size=50)
+        options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = lightning.Trainer(
+            max_epochs=1, callbacks=[callback], accelerator="cpu", default_root_dir=tmp_path, **options
+        )
+        trainer.fit(module, loader)
+    assert callback.examples is None and memory.examples == 500

@@ -184,3 +184,25 @@ def test_draws_have_the_distribution_of_the_likelihood() -> None:
     assert torch.allclose(noise.T.cov(), 0.3 * torch.eye(2), atol=0.01)
     fourth = noise.pow(4).mean(0) / noise.square().mean(0).square()
     assert torch.allclose(fourth, torch.full((2,), 3.0), atol=0.1)
+
+
+def test_classes_before_the_last_dimension_have_the_same_roots() -> None:
+    logits = torch.randn(5, 5, dtype=torch.float64)
+    for first, last in zip(
+        L.Categorical(class_dim=1).roots(logits, None), L.Categorical().roots(logits, None), strict=True
+    ):
+        close(first, last)
+
+
+def test_any_whole_numbers_are_labels() -> None:
+    logits, labels = torch.randn(6, 4), torch.randint(0, 4, (6,))
+    for kind in (torch.int32, torch.uint8):
+        close(L.Categorical().loss(logits, labels.to(kind)), F.cross_entropy(logits, labels))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_confident_outputs_in_half_precision_have_a_fisher(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[7.0], [-9.0]])
+    for exact, half in zip(L.Bernoulli().roots(logits, None), L.Bernoulli().roots(logits.to(dtype), None), strict=True):
+        assert half.dtype == dtype
+        close(half.float(), exact, 0.01)

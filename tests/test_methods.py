@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import limpet
-from limpet.errors import LimpetError, NotProtectedWarning
+from limpet.errors import LimpetError, LimpetWarning, NotProtectedWarning
 from reference import close
 
 STRUCTURES = ["diagonal", "kronecker", "kronecker-sum", "dense"]
@@ -545,3 +545,149 @@ def test_blocks_that_are_cut_anew_keep_their_prior_mean() -> None:
     shift(model, 1)
     memory.posterior.arrange([b for block in memory._planned() for b in block.made_direct()])
     assert torch.equal(memory.posterior.held["0.weight"].mean.reshape(5, 4), initial)
+
+
+@pytest.mark.parametrize("method", LAPLACE)
+def test_a_task_is_taken_in_wholly_or_not_at_all(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = network(), task(1)
+    memory = method(model)
+    memory.consolidate(data)
+    shift(model, 1)
+    kept = memory.state_dict()
+    more = {"earlier": [data]} if method is limpet.ApproximateLaplace else {}
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no memory left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("limpet.precision.kronecker.Kronecker.add", fails)
+        with pytest.raises(RuntimeError, match="no memory left"):
+            memory.consolidate(task(2), **more)
+    after = memory.state_dict()
+    assert after["metadata"] == kept["metadata"]
+    assert all(torch.equal(tensor, kept["tensors"][name]) for name, tensor in after["tensors"].items())
+    with monkeypatch.context() as patch:
+        patch.setattr("limpet.measuring.measure", fails)
+        with pytest.warns(LimpetWarning, match="could not be measured .RuntimeError: no memory left"):
+            memory.consolidate(task(2), **more)
+    assert memory.tasks == 2 and memory.examples == 40
+    assert [bool(known.curve.predicted) for known in memory.history.tasks] == [True, False]
+
+
+def test_examples_without_targets_may_come_first() -> None:
+    x, y = task(1)[0]
+    ignored = torch.full_like(y, -100)
+    for batches in ([(x, ignored), (x, y)], [(x, y), (x, ignored)]):
+        memory = limpet.OnlineLaplace(network())
+        memory.consolidate(batches)
+        assert (memory.tasks, memory.examples) == (1, 20)
+
+
+def test_an_empty_batch_is_passed_over() -> None:
+    class Viewing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.view(x.size(0), -1))  # which cannot be told for no example
+
+    x, y = task(1, torch.float32, n=10)[0]
+    memory = limpet.OnlineLaplace(Viewing(4, 3))
+    memory.consolidate([(x, y), (x[:0], y[:0])])
+    assert memory.examples == 10
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_model_may_change_its_dtype_between_tasks(structure: str) -> None:
+    model, data = network(), task(1)
+    memory, same = (limpet.OnlineLaplace(model, structure=structure) for _ in range(2))
+    for one in (memory, same):
+        one.consolidate(data)
+    same.consolidate(data)
+    model.float()
+    memory.consolidate(task(1, torch.float32))
+    for name, held in same.posterior.held.items():
+        close(memory.posterior.held[name].precision.dense(), held.precision.dense(), 1e-4)
+    fresh = memory.forecast(task(1, torch.float32), curvature="fresh")
+    assert fresh.quadratic == pytest.approx(0, abs=1e-9)
+
+
+def test_large_seeds_are_seeds() -> None:
+    for options in ({}, {"smoothing": 0.02}):
+        memory = limpet.OnlineLaplace(network(), seed=2**50, **options)
+        memory.consolidate(task(1))
+        assert memory.tasks == 1
+
+
+def test_the_path_of_an_attempt_that_was_undone_does_not_count() -> None:
+    x, y = task(1)[0]
+    traces = []
+    for fails in (False, True):
+        model = network()
+        start = copy.deepcopy(model.state_dict())
+        memory = limpet.SynapticIntelligence(model)
+
+        def fit(steps: int, model: nn.Module = model, memory: limpet.Memory = memory) -> None:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            with memory.protect(optimizer, examples=20):
+                for _ in range(steps):
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                if steps < 50:
+                    raise RuntimeError("out of memory")
+
+        if fails:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                fit(40)
+            model.load_state_dict(start)
+        fit(50)
+        memory.consolidate()
+        traces.append([float(held.precision.trace()) for held in memory.posterior.held.values()])
+    assert traces[0] == traces[1]
+
+
+def test_what_one_task_has_to_measure_directly_all_are_measured_so() -> None:
+    """Approximate Laplace: positions are one row for all examples of a batch, and of a batch of one nobody can tell."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places, self.out = nn.Embedding(7, 4), nn.Embedding(5, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.out((self.words(x) + self.places(torch.arange(5))).tanh().mean(1))
+            return out
+
+    torch.manual_seed(0)
+    model, x, y = Positions(), torch.randint(0, 7, (24, 5)), torch.randint(0, 2, (24,))
+    traces = []
+    for size in (1, 4):
+        first, four = (list(zip(x.split(n), y.split(n), strict=True)) for n in (size, 4))
+        memory = limpet.ApproximateLaplace(model, prior_precision=0.0)
+        memory.consolidate(first)
+        memory.consolidate(four, earlier=[first])
+        traces.append({name: float(held.precision.trace()) for name, held in memory.posterior.held.items()})
+    assert traces[0] == pytest.approx(traces[1], rel=1e-4)
+
+
+def test_under_inference_mode_it_is_the_same() -> None:
+    model, (x, y) = network(), task(1)[0]
+    plain, inside = limpet.OnlineLaplace(model), limpet.OnlineLaplace(model)
+    data = torch.utils.data.TensorDataset(x, y)
+    plain.consolidate(torch.utils.data.DataLoader(data, batch_size=5))
+    with torch.inference_mode():
+        inside.consolidate(torch.utils.data.DataLoader(data, batch_size=5))
+        other = limpet.OnlineLaplace(model)
+        other.consolidate([(x.clone(), y.clone())])
+    for name, held in plain.posterior.held.items():
+        close(inside.posterior.held[name].precision.dense(), held.precision.dense())
+    for memory in (inside, other):
+        memory.penalty().backward()
+
+
+def test_forecasts_can_be_copied() -> None:
+    model = network()
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate(task(1))
+    shift(model, 2)
+    found = memory.forecast()
+    again = copy.deepcopy(found)
+    assert (again, again.blocks, again.tasks, again.quadratic) == (found, found.blocks, found.tasks, found.quadratic)

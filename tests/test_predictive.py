@@ -208,3 +208,22 @@ def test_it_agrees_with_laplace_torch() -> None:
     assert (found.mean - mean).norm() < 1e-5 * mean.norm()
     assert (found.covariance - covariance).norm() < 1e-3 * covariance.norm()
     assert (memory.predictive(x, how="probit") - theirs(x, link_approx="probit")).abs().max() < 1e-4
+
+
+def test_blocks_without_a_layer_alone() -> None:
+    """As those of Synaptic Intelligence: J L^-1 J^T with a diagonal L."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 2).double(), torch.randn(20, 3).double(), torch.randint(0, 2, (20,))
+    memory = limpet.SynapticIntelligence(model, prior_precision=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memory.protect(optimizer, examples=20):
+        for _ in range(5):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    memory.consolidate()
+    found = memory.output_distribution(x[:4])
+    inverse = {name: 1 / held.precision.dense().diagonal() for name, held in memory.posterior.held.items()}
+    weight, bias = inverse["weight"].reshape(2, 3), inverse["bias"]
+    expected = torch.diag_embed(x[:4].square() @ weight.mT + bias)
+    assert torch.allclose(found.covariance, expected)

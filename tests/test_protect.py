@@ -677,3 +677,100 @@ def test_consolidating_ends_what_an_error_left_open() -> None:
     memory.consolidate([(x, y)])
     assert metadata(memory)["proximal"] is None
     assert not any(name.startswith("force/") for name in memory.state_dict()["tensors"])
+
+
+@pytest.mark.parametrize("mode", ["proximal", "gradient"])
+def test_steps_under_autocast_hold_in_full_precision(mode: str) -> None:
+    ends = []
+    for enabled in (False, True):
+        model, memory, x, y = problem(strength=0.5, dtype=torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with memory.protect(optimizer, examples=N, mode=mode):
+            for _ in range(20):
+                optimizer.zero_grad()
+                loss_of(model, x, y).backward()
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                    optimizer.step()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            ends.append((flat(model), float(memory.forecast()), memory.penalty().item()))
+    assert torch.equal(ends[0][0], ends[1][0]) and ends[0][1:] == ends[1][1:]
+
+
+def test_a_block_that_only_some_steps_reach_is_held_in_those() -> None:
+    """In gradient mode with every=k, also where none of them is one in which gradients are made anew."""
+
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+
+        def forward(self, x: Tensor, head: int) -> Tensor:
+            out: Tensor = self.heads[head](x)
+            return out
+
+    x, y = torch.randn(40, 3), torch.randint(0, 2, (40,))
+    ends = []
+    for every in (1, 2):
+        torch.manual_seed(0)
+        model = TwoHeads()
+        memory = limpet.OnlineLaplace(model, strength=10.0)
+        memory.consolidate([(x, y)], forward=lambda model, batch: (model(batch[0], 0) + model(batch[0], 1), batch[1]))
+        means = flat(model)
+        away = torch.randn(16)
+        set_flat(model, means + away)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with memory.protect(optimizer, examples=40, mode="gradient", every=every):
+            for step in range(100):
+                optimizer.zero_grad()
+                (0 * model(x, step % 2).sum()).backward()  # nothing but the penalty
+                optimizer.step()
+        ends.append(flat(model) - means)
+    close(ends[0], ends[1], 1e-5)
+    assert float(ends[0].norm()) < 0.8 * float(away.norm())
+
+
+def test_parameters_may_leave_the_optimizer_between_two_gradients() -> None:
+    model, memory, x, y = problem(structure="diagonal")
+    weight, bias = model.parameters()
+    optimizer = torch.optim.Adam([{"params": [weight]}, {"params": [bias]}], lr=0.01)
+    with memory.protect(optimizer, examples=N, every=3):
+        for step in range(5):
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            if step == 1:
+                del optimizer.param_groups[1]
+                before = bias.detach().clone()
+    assert torch.equal(bias, before)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_penalty_over_many_examples_does_not_overflow_half_precision(every: int) -> None:
+    ends = []
+    for dtype in (torch.float32, torch.float16):
+        torch.manual_seed(0)
+        model, x = nn.Linear(20, 5).to(dtype), torch.randn(500, 20).to(dtype)
+        memory = limpet.OnlineLaplace(model, strength=3.0)
+        memory.consolidate([(x, torch.randint(0, 5, (500,)))], examples=1_000_000)
+        with torch.no_grad():
+            model.weight.add_(0.2 * torch.randn(5, 20).to(dtype))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        before = flat(model).float()
+        with memory.protect(optimizer, examples=1_000_000, mode="gradient", every=every):
+            (0 * model(x).sum()).backward()
+            optimizer.step()
+        ends.append(flat(model).float() - before)
+    assert float((ends[1] - ends[0]).norm()) < 0.05 * float(ends[0].norm())
+
+
+def test_two_memories_of_one_model_give_the_gradients_back() -> None:
+    model, memory, x, y = problem()
+    other = limpet.OnlineLaplace(model, likelihood="gaussian")
+    other.consolidate([(x, y)])
+    set_flat(model, flat(model) + 0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loss_of(model, x, y).backward()
+    before = [parameter.grad for parameter in model.parameters()]
+    with memory.protect(optimizer, examples=N), other.protect(optimizer, examples=N):
+        optimizer.step()
+    assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), before, strict=True))

@@ -182,3 +182,19 @@ def test_also_the_generator_of_a_loader() -> None:
     before = generator.get_state()
     limpet.OnlineLaplace(model).consolidate(loader)
     assert torch.equal(generator.get_state(), before)
+
+
+def test_hooks_on_gradients_stay_and_are_not_measured() -> None:
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 2), torch.randn(40, 3), torch.randint(0, 2, (40,))
+    traces = []
+    for _ in range(2):
+        memory = limpet.OnlineLaplace(model, prior_precision=0.0)
+        memory.consolidate([(x, y)])
+        assert list(memory.posterior.held) == ["model"]
+        traces.append(float(memory.posterior.held["model"].precision.trace()))
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    assert traces[0] == traces[1] > 1
+    nn.functional.cross_entropy(model(x), 1 - y).backward()
+    assert model.weight.grad is not None and 0 < float(model.weight.grad.abs().max()) < 1.001e-3

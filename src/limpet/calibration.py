@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -116,6 +116,10 @@ class History:
         if len(tasks) > KEPT:
             tasks = (_merged(*tasks[:2]), *tasks[2:])
         return History(tasks, travelled)
+
+    def with_curve(self, curve: Curve) -> History:
+        """The same with a curve for the newest task."""
+        return replace(self, tasks=(*self.tasks[:-1], replace(self.tasks[-1], curve=curve)))
 
     def measured_anew(self) -> History:
         """All curvature is that of the newest mode: nothing has been travelled since."""

@@ -39,6 +39,10 @@ class Forecast(float):
         forecast.blocks = {name: part * rise / q if q else 0.0 for name, part in quadratics.items()}
         return forecast
 
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """For copies: the attributes come after it, as they are."""
+        return float(self), {}, []
+
     def __str__(self) -> str:
         worst = sorted(self.blocks.items(), key=lambda item: -item[1])[:3]
         named = ", ".join(f"{name} {value:.4g}" for name, value in worst if value > 0)

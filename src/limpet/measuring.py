@@ -31,7 +31,7 @@ from limpet.likelihoods import Likelihood
 from limpet.parallel import current
 from limpet.posterior import Posterior
 from limpet.precision.linalg import bisected
-from limpet.surroundings import Place, by_parameter, places
+from limpet.surroundings import Place, by_parameter, numbered, places
 
 RISES = (0.002, 0.006, 0.02, 0.06, 0.2)
 """The predicted rises, in nats per example, at which the true one is measured."""
@@ -60,6 +60,8 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
     points = []
     with untouched(posterior.model):
         start = look.loss({})
+        if math.isnan(start):  # not one of these examples has a target
+            return Curve()
         gradient = look.towards_unseen([name for block in blocks for name in block.block.parameters])
         if gradient is None:
             tasks = max(held.tasks for held in posterior.held.values())
@@ -81,7 +83,7 @@ def anywhere(blocks: Sequence[Place], examples: int, seed: int) -> Iterator[Disp
     """In all directions, and back: for every rise, z and -z."""
     for number, rise in enumerate(RISES):
         step = held_back(blocks, rise * examples)
-        generator = torch.Generator().manual_seed((seed << 20) + number)
+        generator = numbered(seed, number)
         pushed = [block.push(step, generator) for block in blocks]
         yield [pushed, [-z for z in pushed]]
         if not step:
@@ -123,7 +125,7 @@ class Look:
 
     @torch.no_grad()
     def loss(self, displacement: Mapping[str, Tensor]) -> float:
-        """The mean negative log likelihood at weights + displacement."""
+        """The mean negative log likelihood at weights + displacement; nan where nothing is to be predicted."""
         total, count = 0.0, 0.0
         with shifted(self.parameters, displacement):
             for number, batch in enumerate(self.batches):
@@ -136,7 +138,7 @@ class Look:
         ranks = current()
         if ranks is not None:
             total, count = ranks.numbers(total, count)
-        return total / count
+        return total / count if count else math.nan
 
     def _meet(self, outputs: Any, targets: Any) -> None:
         """A batch that is seen for the first time: its targets, or the model's own where it has none."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from limpet.curvature import DIRECT, Block, Structure, named_parameters
+from limpet.curvature import DIRECT, Block, Structure, full_precision, named_parameters
 from limpet.errors import LimpetError, NotProtectedWarning, warn
 from limpet.layers.adapters import LowRank, adapted_parameters
 from limpet.precision import STRUCTURES, Diagonal, Kronecker, KroneckerSum, Precision
@@ -151,6 +151,7 @@ class Posterior:
             way.update(held.block.scatter(-held.displacement(weights)))
         return way
 
+    @full_precision()
     def penalty(self) -> Tensor:
         """The whole penalty, differentiable, not divided by the number of examples."""
         refuse_spread(self.spread, "memory.penalty()", "hold on with memory.protect(optimizer, examples=N)")
@@ -160,6 +161,7 @@ class Posterior:
             raise LimpetError("the memory holds no block: every parameter of the model is frozen or in exclude=[...]")
         return torch.stack([value.to(values[0].device) for value in values]).sum() + self.constant
 
+    @full_precision()
     def rises(self, without: Collection[str] = ()) -> dict[str, float]:
         """1/2 (w - mean)^T F (w - mean) of the blocks that hold tasks, by name; of all ranks."""
         weights, thin = self.weights(), self.thin()

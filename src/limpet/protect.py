@@ -16,14 +16,14 @@ Where a budget is given instead of a strength, the penalty is multiplied by what
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from limpet.budget import Budget
-from limpet.curvature import Block
+from limpet.curvature import Block, full_precision
 from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, positive_whole, warn
 from limpet.optimizers import inner_optimizer, refuse_unsupported
 from limpet.parallel import local
@@ -135,10 +135,11 @@ class Protection:
         self._handles = []
         self._give_back()
         finished = exception[0] is None
-        if finished and self.mode == "proximal":
-            self._pull()
-        elif finished and self._budget is not None:
-            self._pull_once()
+        with full_precision():
+            if finished and self.mode == "proximal":
+                self._pull()
+            elif finished and self._budget is not None:
+                self._pull_once()
         self._on_exit(finished)
 
     def _blocks(self) -> Iterator[Bound]:
@@ -165,6 +166,13 @@ class Protection:
                 "weight_decay=0 for them; the prior of the memory takes its place",
                 LimpetWarning,
             )
+
+    @torch.no_grad()
+    def penalty(self) -> float:
+        """The penalty as it stands beside the loss now; with a budget, that of the Fishers alone."""
+        if self._budget is None:
+            return float(self.posterior.penalty()) * self.weight
+        return self.factor * sum(self.posterior.rises().values()) * self.weight
 
     def _pre_hook(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._groups_now() != self._groups:
@@ -193,6 +201,7 @@ class Protection:
         return found_inf is not None and bool(found_inf > 0)
 
     @torch.no_grad()
+    @full_precision()
     def _gradients_known(self) -> None:
         self._give_back()
         if self._skipped():
@@ -219,20 +228,29 @@ class Protection:
             yield from self._fresh_parts()
             return
         state, parameters = self.state, self.posterior.parameters()
-        if state.count % self.every == 0 or not state.force:
-            names = {parameter: name for name, parameter in parameters.items()}
-            state.force = {names[p]: part.to(p, copy=True) for p, _, part in self._fresh_parts()}
+        names = {parameter: name for name, parameter in parameters.items()}
+        if state.count % self.every == 0:
+            state.force = {}
+        # a block that no step has reached since the last time has none yet
+        for p, _, part in self._fresh_parts(without={parameters[name] for name in state.force}):
+            state.force[names[p]] = part.to(p.device, torch.promote_types(p.dtype, torch.float32), copy=True)
         state.count += 1
         for name, part in state.force.items():
-            yield parameters[name], self._group_of[parameters[name]], part
+            if parameters[name] in self._group_of:
+                yield parameters[name], self._group_of[parameters[name]], part
 
-    def _fresh_parts(self) -> Iterator[Part]:
-        stepped = [bound for bound in self._bound if bound.stepped]
+    def _fresh_parts(self, without: Collection[nn.Parameter] = ()) -> Iterator[Part]:
+        """The same made anew, but for blocks whose parameters are among these."""
+        stepped = [bound for bound in self._bound if bound.stepped and bound.targets.isdisjoint(without)]
         if self._budget is None:
             for bound in stepped:
                 yield from bound.penalty_parts()
             return
         measured = [bound.measured() for bound in stepped]
+        if without:
+            for _, parts in measured:
+                yield from parts(self.factor)
+            return
         rise = sum(found for found, _ in measured) + self._others(stepped)
         self.factor = self._budget.follow(rise / self._old_examples)
         self.state.multiplier = self._budget.state
@@ -250,18 +268,26 @@ class Protection:
         weight = -self.weight if group.get("maximize") else self.weight
         if scale is not None:
             part = part * scale.to(part.device)
+        gradient = parameter.grad.to_dense()
+        if part.dtype != gradient.dtype:  # a sum over all examples may be too large for half precision, its mean is not
+            part, weight = (part * weight).to(gradient.dtype), 1.0
         # A tensor in place of the gradient, not a change to it: after the step the user's is there again.
-        ours = torch.add(parameter.grad.to_dense(), part.to(parameter), alpha=weight)
+        ours: Any = torch.add(gradient, part.to(gradient.device), alpha=weight)
+        ours.in_place_of = parameter.grad  # for whoever else protects, and comes after us
         self._original.append((parameter, parameter.grad, ours))
         parameter.grad = ours
 
     def _give_back(self) -> None:
         for parameter, gradient, ours in self._original:
-            if parameter.grad is ours:
+            found = parameter.grad
+            while found is not None and found is not ours:
+                found = getattr(found, "in_place_of", None)
+            if found is ours:
                 parameter.grad = gradient
         self._original.clear()
 
     @torch.no_grad()
+    @full_precision()
     def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._give_back()
         if self._skipped():
@@ -301,7 +327,11 @@ class Protection:
         factors of adapters: they are scaled down, all alike.
         """
         whole = [bound for bound in self._bound if bound.thin is None]
-        self._pull_back([Pull(b, 1.0, b.held.displacement(b.weights()), 1e-3 * self.weight) for b in whole])
+        parted = any(group is None for bound in whole for group in bound.groups)
+        for _ in range(20 if parted else 1):  # what stays where it is of a block is not what the map was solved for
+            self._pull_back([Pull(b, 1.0, b.held.displacement(b.weights()), 1e-3 * self.weight) for b in whole])
+            if not self.factor:
+                break
         thin = [bound.thin for bound in self._bound if bound.thin is not None]
         if thin and self._budget is not None:
             others = self._others([bound for bound in self._bound if bound.thin is not None])
@@ -330,8 +360,10 @@ class Protection:
 
     def _put_back(self, pull: Pull, pulled: Tensor) -> None:
         bound, block = pull.bound, pull.bound.held.block
-        for parameter, part in zip(bound.parameters, block.split(bound.held.mean + pulled), strict=True):
-            parameter.copy_(part)
+        moved = zip(bound.parameters, bound.groups, block.split(bound.held.mean + pulled), strict=True)
+        for parameter, group, part in moved:
+            if group is not None:
+                parameter.copy_(part)
         if self.every > 1:
             forces = block.split(pulled.sub_(pull.d).div_(pull.total))
             for name, parameter, force in zip(block.parameters, bound.parameters, forces, strict=True):

@@ -6,11 +6,11 @@ in one all-to-all (`limpet.parallel.Exchange`). All ranks take the same steps, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from limpet.parallel import local, piece_like
 from limpet.posterior import Posterior
@@ -47,8 +47,10 @@ class ShardedProtection(Protection):
         self._all = found
         return super()._blocks()
 
-    def _fresh_parts(self) -> Iterator[Part]:
-        stepped = [reached for reached in self._all if reached.stepped]
+    def _fresh_parts(self, without: Collection[nn.Parameter] = ()) -> Iterator[Part]:
+        stepped = [reached for reached in self._all if reached.stepped and set(reached.parameters).isdisjoint(without)]
+        if not stepped:
+            return
         names = {name for reached in stepped for name in reached.block.parameters}
         whole = self._exchange.bring({name: self._parameters[name] for name in names})
         parts: dict[str, Tensor] = {}

@@ -65,6 +65,12 @@ class Bound(Stepped):
         """Whether this step reaches it."""
         return any(parameter.grad is not None for parameter in (*self.parameters, *self.adapter_groups))
 
+    @property
+    def targets(self) -> set[nn.Parameter]:
+        """The parameters that the optimizer steps."""
+        own = {p for p, group in zip(self.parameters, self.groups, strict=True) if group is not None}
+        return own | set(self.adapter_groups)
+
     def displacement(self) -> Tensor:
         """w - mean, in the block's bases where it trains through adapters."""
         return self.held.displacement(self.weights()) if self.thin is None else self.thin.coordinates()

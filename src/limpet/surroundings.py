@@ -83,7 +83,7 @@ class Surroundings:
         return by_parameter(self.places, self._drawn(self.temperature, number))
 
     def _drawn(self, temperature: float, number: int) -> list[Tensor]:
-        generator = torch.Generator().manual_seed((self.seed << 20) + number)
+        generator = numbered(self.seed, number)
         return [place.draw(temperature, generator) for place in self.places]
 
     def predicted(self, temperature: float) -> float:
@@ -120,6 +120,11 @@ def places(posterior: Posterior, fisher: Fisher) -> list[Place]:
         if square > 0 and fisher.speaks_of(held.block):
             found.append(Place(held.block, held.precision, fisher.terms[held.block.name], square))
     return found
+
+
+def numbered(seed: int, number: int) -> torch.Generator:
+    """The random numbers of one displacement."""
+    return torch.Generator().manual_seed(((seed << 20) + number) % 2**63)
 
 
 def by_parameter(places: Sequence[Place], displacements: Sequence[Tensor]) -> dict[str, Tensor]:

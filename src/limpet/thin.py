@@ -170,9 +170,13 @@ class Thin:
 
     @torch.no_grad()
     def _offset(self) -> Tensor | None:
-        """base - mean in the block's bases; None where it is zero. Made anew when a base weight has changed."""
+        """base - mean in the block's bases; None where it is zero.
+
+        Made anew when a base weight has changed, and every time where one trains: fused optimizers do not count up the
+        version of what they change.
+        """
         state = [(parameter.data_ptr(), parameter._version) for parameter in self.parameters]
-        if self._known[0] != state:
+        if self._known[0] != state or any(parameter.requires_grad for parameter in self.parameters):
             weights = dict(zip(self.held.block.parameters, self.parameters, strict=True))
             offset = self.held.displacement(weights)
             self._known = state, self.sides().into(offset) if bool(offset.any()) else None

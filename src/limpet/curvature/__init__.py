@@ -2,18 +2,10 @@
 
 from limpet.curvature.audit import gradients_at
 from limpet.curvature.batches import Forward, call, counted_examples, part, prepared
-from limpet.curvature.blocks import (
-    DIRECT,
-    Block,
-    discover,
-    is_excluded,
-    named_parameters,
-    plain,
-    running_statistics,
-    unwrapped,
-)
+from limpet.curvature.blocks import DIRECT, Block, discover, unwrapped
 from limpet.curvature.fisher import Displacement, Fisher, FisherPass
-from limpet.curvature.guard import shifted, trainable, untouched
+from limpet.curvature.guard import full_precision, shifted, trainable, untouched
+from limpet.curvature.names import Names, every_name, is_excluded, named_parameters, plain, running_statistics
 from limpet.curvature.structure import MOST_PIECES, Structure
 from limpet.curvature.sums import FISHERS
 
@@ -26,10 +18,13 @@ __all__ = [
     "Fisher",
     "FisherPass",
     "Forward",
+    "Names",
     "Structure",
     "call",
     "counted_examples",
     "discover",
+    "every_name",
+    "full_precision",
     "gradients_at",
     "is_excluded",
     "named_parameters",

@@ -46,7 +46,7 @@ def unseen(
 ) -> tuple[set[str], set[str]]:
     """The blocks whose recorded gradient is not autograd's own, and the parameters that have a gradient at all."""
     generator = torch.Generator().manual_seed(0)
-    cotangents = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
+    cotangents = [torch.randn(o.shape, generator=generator, device="cpu").to(o) for o in outputs]
     names = [name for block in blocks for name in block.parameters]
     wanted: Any = [*recorder.edges, *(parameters[name] for name in names)]
     found = gradients_at(outputs, wanted, cotangents, keep=True)
@@ -63,6 +63,8 @@ def gradients_at(
     outputs: Sequence[Tensor], wanted: Any, cotangents: Sequence[Tensor] | None, *, keep: bool
 ) -> tuple[Tensor | None, ...]:
     """torch.autograd.grad, with a word on the one thing that stops it."""
+    if not wanted:
+        return ()
     try:
         found: tuple[Tensor | None, ...] = torch.autograd.grad(
             outputs, wanted, cotangents, retain_graph=keep, allow_unused=True

@@ -31,7 +31,14 @@ def check_batches(batches: Any) -> None:
 
 def prepared(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on the device of the model, and every mapping a plain dictionary."""
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, _plain(batch))
+
+    def there(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        # what was made under torch.inference_mode has no place in a backward pass
+        return leaf.to(device).clone() if leaf.is_inference() else leaf.to(device)
+
+    return tree_map(there, _plain(batch))
 
 
 def _plain(batch: Any) -> Any:
@@ -61,11 +68,15 @@ class FirstBatches:
     def __init__(self) -> None:
         self.batches: list[Any] = []
         self.rows = 0
+        self._next = 0
 
     def add(self, number: int, batch: Any) -> None:
         """Keep batch `number`, or as many of its examples as are still wanted; one that is known is not kept twice."""
-        if self.rows < self.LIMIT and number == len(self.batches):
+        if self.rows < self.LIMIT and number == self._next:
+            self._next += 1
             size = batch_size(batch)
+            if size == 0:
+                return
             wanted = self.LIMIT - self.rows
             self.batches.append(batch if size is None else part(batch, slice(0, wanted)))
             self.rows += 1 if size is None else min(size, wanted)

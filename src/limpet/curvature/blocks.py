@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from limpet.curvature.names import Names, every_name, is_excluded, named_parameters
 from limpet.errors import CurvatureError
 from limpet.layers import Layer, layer_type
 from limpet.layers.adapters import adapter_parameters, is_adapted
@@ -103,37 +102,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-WRAPPERS = re.compile(r"(?:^|\.)(?:_orig_mod|base_layer|modules_to_save\.[^.]+)(?=\.|$)")
-
-
-def plain(name: str) -> str:
-    """A name without what torch.compile and adapters put into it.
-
-    >>> plain("_orig_mod.layers.0.q_proj.base_layer.weight")
-    'layers.0.q_proj.weight'
-    """
-    return WRAPPERS.sub("", name).removeprefix(".")
-
-
-def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a model by their plain names, shared ones once."""
-    return {plain(name): parameter for name, parameter in model.named_parameters()}
-
-
-def running_statistics(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The buffers that training moves and no penalty reaches, with their shapes."""
-    return {
-        plain(name): tuple(buffer.shape)
-        for name, buffer in model.named_buffers()
-        if name.rpartition(".")[2] in ("running_mean", "running_var")
-    }
-
-
-def is_excluded(name: str, patterns: Collection[str]) -> bool:
-    """Whether a parameter is left out: by its name, by a module it is in, or by a pattern such as "heads.*"."""
-    return any(name == p or name.startswith(f"{p}.") or fnmatchcase(name, p) for p in patterns)
-
-
 def discover(
     model: nn.Module, exclude: Collection[str] = (), also: Collection[str] = (), *, through_adapters: bool = True
 ) -> list[Block]:
@@ -146,7 +114,7 @@ def discover(
     modules in any other way (a tied weight with two biases, an embedding tied to a head) get a block each, which
     all their users contribute to.
     """
-    left_out = {p for name, p in model.named_parameters(remove_duplicate=False) if is_excluded(plain(name), exclude)}
+    left_out = {parameter for name, parameter in every_name(model) if is_excluded(name, exclude)}
     bases = _base_parameters(model) if through_adapters else set()
     left_out |= adapter_parameters(model) if through_adapters else set()
     names = {
@@ -154,7 +122,8 @@ def discover(
         for name, parameter in named_parameters(model).items()
         if name in also or ((parameter.requires_grad or parameter in bases) and parameter not in left_out)
     }
-    module_names = {module: plain(name) for name, module in model.named_modules()}
+    plain_names = Names(model).modules
+    module_names = {module: plain_names[name] for name, module in model.named_modules()}
     users: Users = {}
     for module in module_names:
         for local, parameter in module._parameters.items():

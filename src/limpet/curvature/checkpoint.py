@@ -8,6 +8,7 @@ alone, for what all of them read; then every save is a generation, which counts 
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import re
 import time
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from limpet import files
 from limpet.curvature.fingerprint import fingerprint_of_weights
+from limpet.curvature.sums import block_of
 from limpet.errors import CurvatureError, MemoryFileError
 from limpet.parallel import Ranks, current
 
@@ -139,9 +141,8 @@ class Checkpoint:
             ranks.gather(None)
 
     def _files(self) -> list[Path]:
-        return [
-            path for path in self.path.parent.glob(f"{self.path.name}*") if path == self.path or self._numbers(path)
-        ]
+        beside = self.path.parent.glob(f"{glob.escape(self.path.name)}*")
+        return [path for path in beside if path == self.path or self._numbers(path)]
 
     def _numbers(self, path: Path) -> tuple[int, int, int] | None:
         """Generation, rank and size of a rank's file, from its name."""
@@ -184,7 +185,7 @@ class Checkpoint:
         for number, (described, tensors) in enumerate(read):
             mine = number % size == rank  # of several sets of sums, each goes to one rank
             if mine or one_pass.in_step:
-                _add(sums, tensors, {name for name in tensors if name.partition("|")[0] in one_pass.sums})
+                _add(sums, tensors, {name for name in tensors if block_of(name) in one_pass.sums})
             if mine or one_pass.shared:
                 one_pass.before |= set(tensors["done"].tolist())
             if mine:

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -42,15 +43,40 @@ def untouched(model: nn.Module, batches: Any = None) -> Iterator[None]:
 
 @contextmanager
 def trainable(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Run the body with gradients that reach these parameters, also those that are frozen under adapters."""
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    """Run the body with gradients that reach these parameters, and as they are.
+
+    Also those that are frozen under adapters; and past the hooks that somebody has put on gradients (clipping, noise).
+    """
+    these = list(parameters)
+    frozen = [parameter for parameter in these if not parameter.requires_grad]
+    hooks = [(parameter, parameter._backward_hooks) for parameter in these if parameter._backward_hooks]
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)
+        for parameter, _ in hooks:
+            parameter._backward_hooks = None
         yield
     finally:
+        for parameter, own in hooks:
+            parameter._backward_hooks = own
         for parameter in frozen:
             parameter.requires_grad_(False)
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Run the body in the precision of its tensors, also where somebody calls it under autocast."""
+    with ExitStack() as stack:
+        for kind in _kinds_of_devices():
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@cache
+def _kinds_of_devices() -> tuple[str, ...]:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ("cpu",) if found is None else ("cpu", found.type)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from limpet.curvature.blocks import named_parameters, plain
+from limpet.curvature.names import Names, named_parameters
 from limpet.parallel import in_pieces
 
 
@@ -17,7 +17,7 @@ class Live(Mapping[str, nn.Parameter]):
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._parameters = named_parameters(model)
+        self._names, self._parameters = Names(model), named_parameters(model)
         self._used: dict[str, nn.Parameter] = {}
 
     @contextmanager
@@ -41,8 +41,8 @@ class Live(Mapping[str, nn.Parameter]):
     def _hook(self, prefix: str) -> Any:
         def hook(unit: nn.Module, _: Any) -> None:
             for name, parameter in unit.named_parameters(prefix, remove_duplicate=False):
-                if not in_pieces(parameter) and plain(name) in self._parameters:
-                    self._used[plain(name)] = parameter
+                if not in_pieces(parameter) and self._names[name] in self._parameters:
+                    self._used[self._names[name]] = parameter
 
         return hook
 

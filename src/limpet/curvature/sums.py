@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_leaves
 from limpet.curvature.accumulators import Accumulator
 from limpet.curvature.audit import gradients_at, not_by_example, unseen
 from limpet.curvature.batches import Forward, batch_size, call, part, prepared, without_padding
-from limpet.curvature.blocks import Block, named_parameters
+from limpet.curvature.blocks import Block
 from limpet.curvature.live import Live
+from limpet.curvature.names import named_parameters
 from limpet.curvature.record import Recorder
 from limpet.curvature.same_input import find_same_inputs
 from limpet.curvature.structure import Structure
@@ -178,7 +179,7 @@ class Sums:
     def load_sums(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from such sums; blocks of which they say nothing stay as they are."""
         for name, accumulator in self.sums.items():
-            own = {key.partition("|")[2]: t for key, t in tensors.items() if key.partition("|")[0] == name}
+            own = {key.rpartition("|")[2]: t for key, t in tensors.items() if block_of(key) == name}
             if own:
                 accumulator.load(own)
 
@@ -293,3 +294,8 @@ def _resolve(fisher: str, likelihood: Likelihood, outputs: Any) -> str:
             "exact roots) take fisher='sampled'"
         )
     return fisher
+
+
+def block_of(key: str) -> str:
+    """The block that a named sum belongs to."""
+    return key.rpartition("|")[0]

@@ -13,9 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from limpet.curvature import Forward
 from limpet.errors import LimpetError, NotProtectedWarning, warn
-from limpet.integrations.logged import logged
+from limpet.integrations.holding import Holding
 from limpet.methods import Memory
-from limpet.protect import Protection
 
 
 class MemoryCallback(Callback):
@@ -43,15 +42,15 @@ class MemoryCallback(Callback):
         self.memory = memory
         self.examples, self.budget, self.mode, self.every = examples, budget, mode, every
         self.log_every, self.consolidate, self.limit, self.forward = log_every, consolidate, limit, forward
-        self._protection: Protection | None = None
+        self._holding: Holding | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to hold."""
         self._let_go(finished=False)
         if len(trainer.optimizers) != 1:
             raise LimpetError(
-                f"MemoryCallback holds the parameters of one optimizer, and there are {len(trainer.optimizers)}: call "
-                "memory.protect(...) for each by hand"
+                f"MemoryCallback holds the parameters of one optimizer, and there are {len(trainer.optimizers)}: put "
+                "all parameters that the memory holds into groups of one of them, and call memory.protect(...) by hand"
             )
         if self.memory.sharded:
             warn(
@@ -59,34 +58,33 @@ class MemoryCallback(Callback):
                 "without it: call memory.save(path) on every rank",
                 NotProtectedWarning,
             )
-        if self.examples is None:
-            self.examples = _length(trainer.train_dataloader)
-        self._protection = self.memory.protect(
-            trainer.optimizers[0], examples=self.examples, mode=self.mode, every=self.every, budget=self.budget
-        ).__enter__()
+        examples = _length(trainer.train_dataloader) if self.examples is None else self.examples
+        options = {"mode": self.mode, "every": self.every, "budget": self.budget}
+        self._holding = Holding(self.memory, trainer.optimizers[0], examples=examples, **options)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log what the memory foretells, and the penalty as it stands beside the loss."""
-        if self._protection is not None and trainer.global_step % self.log_every == 0:
-            pl_module.log_dict({**logged(self.memory, self._protection)})
+        if self._holding is not None and trainer.global_step % self.log_every == 0:
+            pl_module.log_dict({**self._holding.logged()})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let go; take the task in if asked."""
-        self._let_go(finished=True)
-        if self.consolidate:
+        holding = self._let_go(finished=True)
+        if self.consolidate and holding is not None:
             loader: Any = trainer.train_dataloader
-            self.memory.consolidate(loader, examples=self.examples, limit=self.limit, forward=self.forward)
+            self.memory.consolidate(loader, examples=holding.examples, limit=self.limit, forward=self.forward)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Let go."""
         self._let_go(finished=False)
 
-    def _let_go(self, *, finished: bool) -> None:
-        protection, self._protection = self._protection, None
-        if protection is not None:
-            protection.__exit__(None if finished else LimpetError)
+    def _let_go(self, *, finished: bool) -> Holding | None:
+        holding, self._holding = self._holding, None
+        if holding is not None:
+            holding.let_go(finished=finished)
+        return holding
 
     def state_dict(self) -> dict[str, Any]:
         """The memory's state: plain values and tensors."""

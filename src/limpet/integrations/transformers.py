@@ -20,10 +20,9 @@ from limpet.curvature import unwrapped
 from limpet.curvature.batches import is_causal
 from limpet.errors import LimpetError
 from limpet.hub import FILE
-from limpet.integrations.logged import logged
+from limpet.integrations.holding import Holding
 from limpet.loading import load
 from limpet.methods import Memory
-from limpet.protect import Protection
 
 IGNORED = -100
 
@@ -52,7 +51,7 @@ class MemoryCallback(TrainerCallback):
         self._memory = memory
         self.examples, self.budget, self.mode, self.every = examples, budget, mode, every
         self.consolidate, self.limit = consolidate, limit
-        self._protection: Protection | None = None
+        self._holding: Holding | None = None
         self._written: tuple[Path, Any] | None = None  # the last file, and what is in it
 
     @property
@@ -73,11 +72,9 @@ class MemoryCallback(TrainerCallback):
         kept = _checkpoint(args, state) / FILE
         if state.global_step and kept.exists():
             self.memory.load_state_dict(store.read(kept))
-        if self.examples is None:
-            self.examples = predicted(model, kwargs["train_dataloader"])
-        self._protection = self.memory.protect(
-            optimizer, examples=self.examples, mode=self.mode, every=self.every, budget=self.budget
-        ).__enter__()
+        examples = predicted(model, kwargs["train_dataloader"]) if self.examples is None else self.examples
+        options = {"mode": self.mode, "every": self.every, "budget": self.budget}
+        self._holding = Holding(self.memory, optimizer, examples=examples, **options)
 
     def on_log(
         self,
@@ -88,9 +85,9 @@ class MemoryCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Put forecast (nats per old example) and penalty (as it stands beside the loss) into the log."""
-        if logs is None or "loss" not in logs or self._protection is None:
+        if logs is None or "loss" not in logs or self._holding is None:
             return
-        found = logged(self.memory, self._protection)
+        found = self._holding.logged()
         logs.update(found)
         if state.log_history:
             state.log_history[-1].update(found)
@@ -103,17 +100,18 @@ class MemoryCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Let go; take the task in if asked."""
+        holding = self._holding
         self.close(finished=True)
-        if self.consolidate:
+        if self.consolidate and holding is not None:
             data: Iterable[Any] = kwargs["train_dataloader"]
-            self.memory.consolidate(data, examples=self.examples, limit=self.limit)
+            self.memory.consolidate(data, examples=holding.examples, limit=self.limit)
             self._write(_folder(args) / FILE, state)
 
     def close(self, *, finished: bool = False) -> None:
         """Let the optimizer go. The Trainer does it at its end; after an error it is yours to do."""
-        protection, self._protection = self._protection, None
-        if protection is not None:
-            protection.__exit__(None if finished else LimpetError)
+        holding, self._holding = self._holding, None
+        if holding is not None:
+            holding.let_go(finished=finished)
 
     def _write(self, path: Path, trainer: TrainerState) -> None:
         if not self.memory.sharded and not trainer.is_world_process_zero:

@@ -67,7 +67,7 @@ class Categorical(Likelihood):
                 f"targets must be class numbers from 0 to {logits.shape[-1] - 1}, or {self.ignore_index} for positions "
                 f"to ignore (limpet.Categorical(ignore_index=...)), and {int(labels[wrong][0])} is among them"
             )
-        return labels
+        return labels.long()
 
     def _out(self, root: Tensor, outputs: Tensor, targets: Tensor | None) -> Tensor:
         if targets is not None:
@@ -90,7 +90,8 @@ class Categorical(Likelihood):
 
     def label_counts(self, outputs: Outputs, targets: Any) -> Tensor:
         classes = self._logits(outputs).shape[-1]
-        return torch.bincount(targets[targets != self.ignore_index].flatten().to(outputs.device), minlength=classes)
+        labels = targets[targets != self.ignore_index].flatten()
+        return torch.bincount(labels.long().to(one_tensor(outputs).device), minlength=classes)
 
     def relabelled(self, targets: Tensor, labels: Tensor, generator: torch.Generator | None) -> Tensor:
         drawn = labels[torch.randint(len(labels), targets.shape, generator=generator, device=labels.device)]
@@ -149,7 +150,8 @@ class Categorical(Likelihood):
             roots = roots.triu(start + 1)
             roots.diagonal(start, 1, 2).copy_(own[:, start:stop] * rest[:, start:stop])
             whole = roots if labels is None else roots.masked_fill((labels == self.ignore_index)[:, None, None], 0)
-            yield from whole.movedim(1, 0).contiguous().to(logits.dtype).movedim(-1, self.class_dim).to(outputs.dtype)
+            for root in whole.movedim(1, 0).contiguous().to(outputs.dtype):
+                yield root.movedim(-1, self.class_dim)
 
     def mean(self, outputs: Outputs) -> Tensor:
         return self._logits(outputs).softmax(-1).movedim(-1, self.class_dim)

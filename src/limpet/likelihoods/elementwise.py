@@ -41,18 +41,17 @@ class Bernoulli(Likelihood):
 
     def gradient(self, outputs: Outputs, targets: Any) -> Tensor:
         logits, labels = _paired(outputs, targets)
-        return logits.sigmoid() - labels
+        return (logits.sigmoid() - labels).to(one_tensor(outputs))
 
     def root_count(self, outputs: Outputs) -> int | None:
         return _per_example(outputs)
 
     def roots(self, outputs: Outputs, targets: Any) -> Iterator[Tensor]:
-        p = self.mean(outputs)
-        yield from _diagonal_roots((p * (1 - p)).sqrt())
+        logits = _widened(outputs)
+        yield from _diagonal_roots((logits.sigmoid() * (-logits).sigmoid()).sqrt().to(one_tensor(outputs)))
 
     def mean(self, outputs: Outputs) -> Tensor:
-        logits = one_tensor(outputs)
-        return logits.sigmoid()
+        return _widened(outputs).sigmoid()
 
     def probit(self, mean: Tensor, variance: Tensor) -> Tensor:
         """sigmoid(mean / sqrt(1 + pi / 8 variance)): MacKay (1992)."""
@@ -96,7 +95,7 @@ class Gaussian(Likelihood):
 
     def gradient(self, outputs: Outputs, targets: Any) -> Tensor:
         means, values = _paired(outputs, targets)
-        return (means - values) / self._known
+        return ((means - values) / self._known).to(one_tensor(outputs))
 
     def root_count(self, outputs: Outputs) -> int | None:
         return _per_example(outputs)
@@ -108,8 +107,7 @@ class Gaussian(Likelihood):
         if self.variance != "estimate":
             return super().tally(outputs, targets)
         means, values = _paired(outputs, targets)
-        residuals = means - values
-        squares = residuals.to(torch.promote_types(residuals.dtype, torch.float32)).square().sum()
+        squares = (means - values).square().sum()
         return torch.tensor([float(squares), means.numel()], dtype=torch.float64)
 
     def fisher_scale(self, tally: Tensor, *, empirical: bool) -> float:
@@ -129,8 +127,8 @@ class Gaussian(Likelihood):
 
 
 def _paired(outputs: Outputs, targets: Any) -> tuple[Tensor, Tensor]:
-    """Outputs, and targets that fit them."""
-    tensor = one_tensor(outputs)
+    """Outputs, and targets that fit them, in at least float32."""
+    tensor = _widened(outputs)
     if targets is None:
         raise UnsupportedError("this needs targets: give batches of (inputs, targets)")
     if tensor.shape != targets.shape:
@@ -139,6 +137,12 @@ def _paired(outputs: Outputs, targets: Any) -> tuple[Tensor, Tensor]:
             "give them the same shape, for instance targets.unsqueeze(-1)"
         )
     return tensor, targets.to(tensor)
+
+
+def _widened(outputs: Outputs) -> Tensor:
+    """The outputs in at least float32: in half precision a confident p (1 - p) is zero."""
+    tensor = one_tensor(outputs)
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _per_example(outputs: Outputs) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from limpet.curvature import Fisher, Forward
+from limpet.curvature import DIRECT, Fisher, Forward
 from limpet.errors import LimpetError
 from limpet.methods.laplace import Laplace
 from limpet.posterior import Held
@@ -54,15 +54,33 @@ class ApproximateLaplace(Laplace):
             )
         passes = [(old, None) for old in earlier] + [(batches, examples)]
         saved = [self._checkpoint(checkpoint and f"{checkpoint}.{i}") for i in range(len(passes))]
-        fishers = [
-            self._measure(data, count, limit, forward, progress, file)
-            for (data, count), file in zip(passes, saved, strict=True)
-        ]
+
+        def measure(number: int) -> Fisher:
+            data, count = passes[number]
+            return self._measure(data, count, limit, forward, progress, saved[number])
+
+        fishers = [measure(number) for number in range(len(passes))]
+        while other := self._measured_otherwise(fishers):
+            for number in other:
+                file = saved[number]
+                if file is not None:
+                    file.remove()
+                fishers[number] = measure(number)
         self._settle(fishers, forward)
         self.history = self.history.measured_anew()
         for file in saved:
             if file is not None:
                 file.remove()
+
+    def _measured_otherwise(self, fishers: Sequence[Fisher]) -> list[int]:
+        """The passes that saw a layer where another one has to measure its parameters directly; from now on all do."""
+        direct = {name for fisher in fishers for b in fisher.blocks if b.kind == DIRECT for name in b.parameters}
+        self._direct = self._direct | direct
+        return [
+            number
+            for number, fisher in enumerate(fishers)
+            if any(b.kind != DIRECT and direct & set(b.parameters) for b in fisher.blocks)
+        ]
 
     def _updated(self, held: Held, fishers: list[Fisher], mean: Tensor) -> Held:
         fresh = self.posterior.without_tasks(held)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from limpet.curvature import Block, is_excluded, named_parameters, plain, running_statistics
+from limpet.curvature import Block, Names, every_name, is_excluded, named_parameters, plain, running_statistics
 from limpet.errors import LimpetWarning, NotProtectedWarning, UnsupportedError, warn
 
 
@@ -27,13 +27,15 @@ def excluded_names(model: nn.Module, exclude: Iterable[str | nn.Module | nn.Para
     """Names and patterns as they are; modules and parameters by their names."""
     if isinstance(exclude, str | nn.Module | nn.Parameter):
         exclude = [exclude]
-    modules = {module: plain(name) for name, module in model.named_modules()}
-    parameters = {plain(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    plain_names = Names(model).modules
+    modules = {module: plain_names[name] for name, module in model.named_modules()}
+    parameters = dict(every_name(model))
     found = []
     for item in exclude:
         if isinstance(item, str):
-            found.append(plain(item))
-            if item not in modules.values() and not any(is_excluded(name, [plain(item)]) for name in parameters):
+            matches = [any(is_excluded(name, [pattern]) for name in parameters) for pattern in (item, plain(item))]
+            found.append(item if matches[0] else plain(item))
+            if item not in modules.values() and not any(matches):
                 warn(f"exclude: {item!r} matches no parameter of the model", LimpetWarning)
         elif isinstance(item, nn.Module):
             if item not in modules or item is model:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from limpet.calibration import Curve
@@ -19,10 +21,12 @@ from limpet.curvature import (
     FisherPass,
     Forward,
     counted_examples,
+    full_precision,
 )
 from limpet.errors import (
     FallbackWarning,
     LimpetError,
+    LimpetWarning,
     NotProtectedWarning,
     finite_number,
     positive_whole,
@@ -31,6 +35,7 @@ from limpet.errors import (
 )
 from limpet.likelihoods import Likelihood
 from limpet.methods.memory import MAX_SIDE, Memory
+from limpet.parallel import current
 from limpet.posterior import Held, Posterior
 from limpet.precision import Precision
 from limpet.spread import refuse_spread
@@ -155,10 +160,11 @@ class Laplace(Memory):
         if self.smoothing or self._automatic:
             what = "smoothing" if self.smoothing else "strength='auto'"
             refuse_spread(self.posterior.spread, what, "give a number as strength, and leave out smoothing=")
-        around = self._surroundings(batches, examples, limit, forward) if self.smoothing else None
-        return self._pass(forward, around).run(
-            batches, examples=examples, limit=limit, progress=progress, checkpoint=checkpoint
-        )
+        with torch.inference_mode(False):
+            around = self._surroundings(batches, examples, limit, forward) if self.smoothing else None
+            return self._pass(forward, around).run(
+                batches, examples=examples, limit=limit, progress=progress, checkpoint=checkpoint
+            )
 
     def _surroundings(
         self, batches: Iterable[Any], examples: int | None, limit: int | None, forward: Forward | None
@@ -196,18 +202,39 @@ class Laplace(Memory):
 
     def _settle(self, fishers: list[Fisher], forward: Forward | None) -> None:
         """Let what the passes found become the memory: the newest task is the last of them."""
+        with full_precision(), torch.inference_mode(False):
+            with self._all_or_nothing():
+                self._take_in(fishers, forward)
+            if not self._automatic:
+                self._measure_curve(fishers[-1], forward)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Whatever goes wrong in the body leaves the memory as it was."""
+        held, constant = dict(self.posterior.held), self.posterior.constant
+        names = ("_strength", "_direct", "history", "unused", "examples", "tasks", "_proximal_state")
+        before = {name: getattr(self, name) for name in names}
+        try:
+            yield
+        except BaseException:
+            self.posterior.held, self.posterior.constant = held, constant
+            for name, value in before.items():
+                setattr(self, name, value)
+            raise
+
+    def _take_in(self, fishers: list[Fisher], forward: Forward | None) -> None:
         from limpet.surroundings import with_task
 
         newest = fishers[-1]
         self._warn_of_fallback(newest)
-        self._direct |= {name for b in newest.blocks if b.kind == DIRECT for name in b.parameters}
+        self._direct = self._direct | {name for b in newest.blocks if b.kind == DIRECT for name in b.parameters}
         self.posterior.arrange(newest.blocks)
         moved = self.forecast().quadratic
-        curve = self._curve(with_task(self.posterior, newest, 1.0), newest, forward) if self._automatic else None
-        if curve is not None:
+        curve = Curve()
+        if self._automatic:
+            curve = self._curve(self.tasks, with_task(self.posterior, newest, 1.0), newest, forward)
             self._strength = curve.strength
         self._update(fishers)
-        curve = curve or self._curve(self.posterior, newest, forward)
         self.history = self.history.learned(newest.examples, curve, moved)
         self.unused = newest.unused
         self.examples += newest.examples
@@ -238,13 +265,26 @@ class Laplace(Memory):
 
         self.posterior.replace_all(updated)
 
-    def _curve(self, posterior: Posterior, newest: Fisher, forward: Forward | None) -> Curve:
-        """How the loss of the newest task rises around a posterior that knows it."""
+    def _curve(self, number: int, posterior: Posterior, newest: Fisher, forward: Forward | None) -> Curve:
+        """How the loss of the newest task, the one of this number, rises around a posterior that knows it."""
         from limpet.measuring import measure
 
         if posterior.spread is not None:
             return Curve()
-        return measure(posterior, newest, self.likelihood, forward, self.seed + self.tasks)
+        return measure(posterior, newest, self.likelihood, forward, self.seed + number)
+
+    def _measure_curve(self, newest: Fisher, forward: Forward | None) -> None:
+        """Add its curve to what is known of the newest task, which is taken in whether or not this succeeds."""
+        try:
+            self.history = self.history.with_curve(self._curve(self.tasks - 1, self.posterior, newest, forward))
+        except Exception as error:
+            if current() is not None:
+                raise  # the other ranks wait
+            warn(
+                f"how fast the loss of this task rises could not be measured ({type(error).__name__}: {error}); the "
+                "task is taken in, and forecasts take its quadratic as it is, which says too little",
+                LimpetWarning,
+            )
 
     def _warn_of_fallback(self, newest: Fisher) -> None:
         planned = {name for block in self._planned() if block.kind != DIRECT for name in block.parameters}

@@ -128,10 +128,10 @@ class Memory(Kept):
     ) -> Protection:
         """Hold on to what is known while the body trains: `with memory.protect(optimizer, examples=N): ...`.
 
-        `examples` is N, the examples of the new task, epochs not counted. `mode` is "proximal" (SGD; cannot diverge;
-        with `every=k` taken every k steps) or "gradient" (any optimizer; with `every=k` made anew every k steps, and
-        in between taken as it was), chosen by the optimizer when "auto". The loss is a mean over examples; one that
-        sums over a batch says reduction="sum" and batch_size.
+        `examples` is N, the examples of the new task, epochs not counted. `mode` is "proximal" (SGD; taken every step
+        it cannot diverge; with `every=k` it is taken every k steps) or "gradient" (any optimizer; with `every=k` made
+        anew every k steps, and in between taken as it was), chosen by the optimizer when "auto". The loss is a mean
+        over examples; one that sums over a batch says reduction="sum" and batch_size.
 
         With `budget` the strength no longer matters: the memory holds just hard enough to keep the forecast within
         so many nats per example, and not at all before that.
@@ -337,9 +337,23 @@ class Memory(Kept):
         """Whether every rank keeps some of the blocks, because the model is under `fully_shard`."""
         return self.posterior.spread is not None
 
+    def _partly_frozen(self) -> set[str]:
+        """The parameters of blocks that hold tasks and still train, if only in part."""
+        parameters = self.posterior.parameters()
+        known = (held.block.parameters for held in self.posterior.held.values() if held.tasks)
+        return {
+            name
+            for names in known
+            if any(p in parameters and parameters[p].requires_grad for p in names)
+            for name in names
+        }
+
     def _planned(self, also: Collection[str] = ()) -> list[Block]:
-        """The blocks of the model as it is now; those found to be used directly once stay so."""
+        """The blocks of the model as it is now; those found to be used directly once stay so.
+
+        What is known of a block of which only some parameters still train stays whole.
+        """
         found: list[Block] = []
-        for block in discover(self.model, self.exclude, also):
+        for block in discover(self.model, self.exclude, {*also, *self._partly_frozen()}):
             found.extend(block.made_direct() if self._direct & set(block.parameters) else [block])
         return found

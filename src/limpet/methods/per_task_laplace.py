@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from limpet.curvature import Fisher, Forward
+from limpet.curvature import Fisher
 from limpet.methods.laplace import Laplace
 from limpet.posterior import Held
 from limpet.precision.linalg import widened
@@ -35,9 +35,9 @@ class PerTaskLaplace(Laplace):
 
     method = "per-task-laplace"
 
-    def _settle(self, fishers: list[Fisher], forward: Forward | None) -> None:
+    def _update(self, fishers: list[Fisher]) -> None:
         self._moved = 0.0
-        super()._settle(fishers, forward)
+        super()._update(fishers)
         spread = self.posterior.spread
         self.posterior.constant += self._moved if spread is None else spread.ranks.numbers(self._moved)[0]
 

@@ -85,11 +85,16 @@ class SynapticIntelligence(Memory):
         ]
 
     def _observer(self, examples: int) -> StepObserver | None:
-        if self._watch is None:
+        if self._watch is None or self._watch.left_behind(self.posterior.parameters()):
             self._watch = Watch.begin(self.posterior.parameters(), list(self.posterior.held))
         self._watch.parameters = self.posterior.parameters()
         self._watch.examples = examples
         return self._watch
+
+    def _left(self, finished: bool) -> None:
+        super()._left(finished)
+        if self._watch is not None:
+            self._watch.leave()
 
     def consolidate(
         self,
@@ -186,6 +191,7 @@ class Watch:
         self.steps = steps
         self.examples = examples
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
+        self._end: Tensor | None = None  # where the path was left
 
     @classmethod
     def begin(cls, parameters: dict[str, nn.Parameter], names: list[str]) -> Watch:
@@ -195,6 +201,18 @@ class Watch:
             weight = parameters[name].detach()
             start[name] = weight.to(torch.promote_types(weight.dtype, torch.float32)).clone()
         return cls(parameters, {name: torch.zeros_like(tensor) for name, tensor in start.items()}, start)
+
+    def leave(self) -> None:
+        """The body ends here; another one may go on."""
+        self._end = self._place(self.parameters)
+
+    def left_behind(self, parameters: dict[str, nn.Parameter]) -> bool:
+        """Whether the weights are not where the path ended: they were put back, and it leads nowhere any more."""
+        return self._end is not None and not torch.allclose(self._end, self._place(parameters), rtol=1e-9, atol=0.0)
+
+    def _place(self, parameters: dict[str, nn.Parameter]) -> Tensor:
+        known = [parameters[name].detach().double() for name in self.path if name in parameters]
+        return torch.stack([number.cpu() for weight in known for number in (weight.sum(), weight.square().sum())])
 
     def before_step(self, gradients: dict[str, Tensor]) -> None:
         """Remember gradient and weights."""

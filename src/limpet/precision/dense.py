@@ -55,7 +55,7 @@ class Dense(Precision):
         return replace(self, prior=factor * self.prior, matrix=self.matrix.scale(factor))
 
     def fisher(self) -> Self:
-        return replace(self, prior=0.0, matrix=WeightedSum(self.matrix.plain, None, 1.0))
+        return replace(self, prior=0.0, matrix=self.matrix.unweighted())
 
     def apply(self, v: Tensor) -> Tensor:
         return (self.matrix.total @ v.flatten()).reshape(self.shape) + self.prior * v

@@ -47,7 +47,7 @@ class Diagonal(Precision):
         return replace(self, prior=factor * self.prior, values=self.values.scale(factor))
 
     def fisher(self) -> Self:
-        return replace(self, prior=0.0, values=WeightedSum(self.values.plain, None, 1.0))
+        return replace(self, prior=0.0, values=self.values.unweighted())
 
     def apply(self, v: Tensor) -> Tensor:
         return self._full * v

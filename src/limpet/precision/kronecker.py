@@ -183,7 +183,7 @@ class Kronecker(Precision):
         )
 
     def fisher(self) -> Self:
-        return replace(self, prior=0.0, values=WeightedSum(self.values.plain, None, 1.0))
+        return replace(self, prior=0.0, values=self.values.unweighted())
 
     def apply(self, v: Tensor) -> Tensor:
         factor, values = self.values.factored

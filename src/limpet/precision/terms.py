@@ -26,6 +26,7 @@ class KroneckerTerm:
     def apply(self, v: Tensor) -> Tensor:
         """H v Q: this Fisher times v, in the shape of W."""
         h, q = self.outputs, self.inputs
+        v = v.to(pieces(h)[0].dtype)
         left = h.unsqueeze(-1) * v if self.outputs_diagonal and isinstance(h, Tensor) else h @ v
         return left * q.unsqueeze(-2) if self.inputs_diagonal and isinstance(q, Tensor) else left @ q
 
@@ -75,7 +76,7 @@ class DenseTerm:
 
     def apply(self, v: Tensor) -> Tensor:
         """This Fisher times v, in the shape of W."""
-        return (self.matrix @ v.flatten()).reshape(v.shape)
+        return (self.matrix @ v.flatten().to(self.matrix.dtype)).reshape(v.shape)
 
     def scaled(self, factor: float) -> DenseTerm:
         """`factor` times this Fisher."""

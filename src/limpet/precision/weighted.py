@@ -57,6 +57,10 @@ class WeightedSum:
             return WeightedSum(summed, None, strength)
         return WeightedSum(summed, stored(moved(self.total) + strength * plain), None)
 
+    def unweighted(self) -> WeightedSum:
+        """The sum of F_t, every strength 1."""
+        return WeightedSum(self.plain, None, 1.0)
+
     def scale(self, factor: float) -> WeightedSum:
         """`factor` times both sums."""
         mixed = None if self.mixed is None else factor * self.mixed
