@@ -15,7 +15,6 @@ Where a budget is given instead of a strength, the penalty is multiplied by what
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -24,14 +23,12 @@ from torch import Tensor, nn
 
 from limpet.budget import Budget
 from limpet.curvature import Block, full_precision
-from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, positive_whole, warn
-from limpet.optimizers import inner_optimizer, refuse_unsupported
+from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, warn
+from limpet.optimizers import few, inner_optimizer, mode_for, penalty_weight, refuse_unsupported, sgd_step
 from limpet.parallel import local
 from limpet.posterior import Posterior
 from limpet.pull import Bound, Group, Part, ProximalState, Pull, Stepped
 from limpet.thin import scale_down
-
-MODES = ("auto", "proximal", "gradient")
 
 
 class StepObserver(Protocol):
@@ -66,9 +63,9 @@ class Protection:
     ) -> None:
         self.posterior = posterior
         self.optimizer = inner_optimizer(optimizer)
-        self.mode = _mode(self.optimizer, mode, every, list(posterior.thin()))
+        self.mode = mode_for(self.optimizer, mode, every, list(posterior.thin()))
         self.every = every
-        self.weight = _weight(examples, reduction, batch_size)
+        self.weight = penalty_weight(examples, reduction, batch_size)
         fits = state is not None and (state.every, state.mode) == (every, self.mode)
         self.state = state if state is not None and fits else ProximalState(every, mode=self.mode)
         self.factor = 1.0  # what the penalty was multiplied by last
@@ -162,7 +159,7 @@ class Protection:
                     decayed.append(held.block.name)
         if decayed:
             warn(
-                f"weight decay pulls protected weights to zero, against the memory ({_few(decayed)}): set "
+                f"weight decay pulls protected weights to zero, against the memory ({few(decayed)}): set "
                 "weight_decay=0 for them; the prior of the memory takes its place",
                 LimpetWarning,
             )
@@ -380,7 +377,7 @@ class Protection:
 
     def _common_step(self, bound: Stepped) -> float:
         """The step size that all parameters of the block have."""
-        sizes = {None if group is None else _sgd_step(group) for group in bound.groups}
+        sizes = {None if group is None else sgd_step(group) for group in bound.groups}
         size = sizes.pop()
         if sizes or size is None:
             raise _not_as_one(bound.block)
@@ -392,58 +389,3 @@ def _not_as_one(block: Block) -> UnsupportedError:
         f"{block.name} is one block ({', '.join(block.parameters)}), and proximal mode moves it as one: give "
         "its parameters the same lr and momentum and all of them a gradient, or use mode='gradient'"
     )
-
-
-def _sgd_step(group: dict[str, Any]) -> float:
-    """The step size of SGD at rest: the momentum buffer there is (1 - dampening) / (1 - momentum) gradients."""
-    momentum, dampening = float(group["momentum"]), float(group["dampening"])
-    if not momentum:
-        return float(group["lr"])
-    if not 0 <= momentum < 1 or not 0 <= dampening < 1:
-        raise UnsupportedError(
-            f"SGD with momentum {momentum:g} and dampening {dampening:g} has no step size at rest: keep both below 1, "
-            "or use mode='gradient'"
-        )
-    return float(group["lr"]) * (1 - dampening) / (1 - momentum)
-
-
-def _mode(optimizer: Any, mode: str, every: int, adapted: list[str]) -> str:
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
-    positive_whole("every", every)
-    # a subclass with a step of its own (LARS, sign descent) has another step size
-    sgd = isinstance(optimizer, torch.optim.SGD) and _written(type(optimizer)) is _written(torch.optim.SGD)
-    if mode == "auto":
-        return "proximal" if sgd and not adapted else "gradient"
-    if mode == "proximal" and adapted:
-        raise UnsupportedError(
-            f"{_few(adapted)} train through low-rank adapters, in which no proximal map is closed: leave out mode=, "
-            "and the gradient of the penalty joins every step"
-        )
-    if mode == "proximal" and not sgd:
-        raise UnsupportedError(
-            f"proximal mode needs torch.optim.SGD, whose step has one size; {type(optimizer).__name__} scales every "
-            "weight by itself: use mode='gradient'"
-        )
-    return mode
-
-
-def _written(kind: type[torch.optim.Optimizer]) -> Any:
-    """The step method as it is written, under what torch wraps it in."""
-    return inspect.unwrap(kind.step)
-
-
-def _weight(examples: int, reduction: str, batch_size: int | None) -> float:
-    """What the penalty is multiplied by, beside the user's loss."""
-    examples = positive_whole("examples, the number of examples of the task,", examples)
-    if reduction == "mean":
-        return 1 / examples
-    if reduction != "sum":
-        raise ValueError(f"reduction must be 'mean' or 'sum', not {reduction!r}")
-    if batch_size is None:
-        raise ValueError("reduction='sum' needs batch_size=, the number of examples that a step's loss sums over")
-    return positive_whole("batch_size", batch_size) / examples
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
