@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 
-from torch import Tensor, nn
+from torch import nn
 
 from limpet.errors import UnsupportedError
 from limpet.layers.adapters import is_adapted
@@ -26,54 +26,81 @@ def plain(pattern: str) -> str:
     return WRAPPERS.sub("", pattern).removeprefix(".")
 
 
+Place = tuple[str, str, nn.Module]
+"""A module with its name in torch, and its plain one."""
+
+
+def places(model: nn.Module) -> Iterator[Place]:
+    """All modules in the order of `named_modules`, one that is used in several places in each of them.
+
+    Written as one loop, because every step asks for the names of all parameters.
+    """
+    stack: list[tuple[Place, Mapping[str, str]]] = [(("", "", model), {})]
+    while stack:
+        place, stand_ins = stack.pop()
+        yield place
+        full, plain_name, module = place
+        if not module._modules:
+            continue
+        inner = _wrapped(module)
+        for name, child in reversed(module._modules.items()):
+            if child is None:
+                continue
+            below = f"{full}.{name}" if full else name
+            own = stand_ins.get(name)
+            if own is None:
+                own = plain_name if name in inner else f"{plain_name}.{name}" if plain_name else name
+            copies = dict.fromkeys(inner.get(name, ()), plain_name)
+            stack.append(((below, f"{own}.{name}".removeprefix(".") if copies else own, child), copies))
+
+
+def _wrapped(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """The children that a module stands for: themselves, or those of theirs that are named."""
+    children = module._modules
+    found: dict[str, tuple[str, ...]] = {name: () for name in AROUND if name in children}
+    if "base_layer" in children and is_adapted(module):
+        found["base_layer"] = ()
+    if "modules_to_save" in children and "original_module" in children:
+        active = getattr(module, "active_adapters", ())
+        found["modules_to_save"] = tuple(active[:1])
+    return found
+
+
 class Names:
     """The plain names of one model's modules and parameters: only what really is a wrapper is left out of them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = {"": ""}  # by the name that torch has for them
-        for name, module in model.named_modules(remove_duplicate=False):
-            own = self.modules.setdefault(name, self._beside(name))
-            for inner in _wrapped(module):
-                self.modules[f"{name}.{inner}".removeprefix(".")] = own
-
-    def _beside(self, name: str) -> str:
-        parent, _, last = name.rpartition(".")
-        return f"{self.modules[parent]}.{last}".removeprefix(".")
+        self.modules = {full: name for full, name, _ in places(model)}  # by the name that torch has for them
 
     def __getitem__(self, parameter: str) -> str:
         """The plain name of a parameter or buffer."""
-        return self._beside(parameter)
+        module, _, last = parameter.rpartition(".")
+        return f"{self.modules[module]}.{last}".removeprefix(".")
 
 
-def _wrapped(module: nn.Module) -> Iterator[str]:
-    """Where inside of a module the one is that it stands for."""
-    yield from (name for name in AROUND if name in module._modules)
-    if is_adapted(module):
-        yield "base_layer"
-    copies = module._modules.get("modules_to_save")
-    if isinstance(copies, nn.ModuleDict) and "original_module" in module._modules:
-        active = getattr(module, "active_adapters", list(copies))
-        yield from (f"modules_to_save.{name}" for name in active[:1] if name in copies)
+def every_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """All plain names of all parameters, shared ones by each of theirs."""
+    for _, prefix, module in places(model):
+        for last, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}.{last}" if prefix else last, parameter
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a model by their plain names, shared ones once."""
-    names, found = Names(model), dict[str, nn.Parameter]()
-    for full, parameter in model.named_parameters():
-        name = names[full]
+    found: dict[str, nn.Parameter] = {}
+    known: set[nn.Parameter] = set()
+    for name, parameter in every_name(model):
+        if parameter in known:
+            continue
         if name in found:
             raise UnsupportedError(
                 f"two parameters of the model are called {name} once the wrappers around their modules are left out: "
                 "give the memory the model inside of them"
             )
+        known.add(parameter)
         found[name] = parameter
     return found
-
-
-def every_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All plain names of all parameters, shared ones by each of theirs."""
-    names = Names(model)
-    return ((names[full], parameter) for full, parameter in model.named_parameters(remove_duplicate=False))
 
 
 def running_statistics(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -82,7 +109,7 @@ def running_statistics(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {
         names[full]: tuple(buffer.shape)
         for full, buffer in model.named_buffers()
-        if isinstance(buffer, Tensor) and full.rpartition(".")[2] in ("running_mean", "running_var")
+        if full.rpartition(".")[2] in ("running_mean", "running_var")
     }
 
 

@@ -90,8 +90,13 @@ class Experiment:
         return sorted((v for v in self.variants if v.label == label), key=_by_strength)
 
     def swept(self, label: str) -> list[tuple[float, Variant]]:
-        """The variants of a method with a strength of their own, by strength."""
-        return [(v.strength, v) for v in self.of(label) if v.strength is not None]
+        """The variants of a method with a strength of their own, by strength; of several the one that stands for it."""
+        found: dict[float, Variant] = {}
+        for variant in self.of(label):
+            known = None if variant.strength is None else found.get(variant.strength)
+            if variant.strength is not None and (known is None or _standing(variant) > _standing(known)):
+                found[variant.strength] = variant
+        return list(found.items())
 
     def best(self, label: str) -> Variant:
         """What stands for the method: of the variants with most seeds the one with the best mean.
@@ -99,7 +104,7 @@ class Experiment:
         A strength that the memory chose has a row of its own beside the given ones.
         """
         given = [v for v in self.of(label) if v.strength is not None]
-        return max(given or self.of(label), key=lambda v: (len(v.records), v.mean))
+        return max(given or self.of(label), key=_standing)
 
     def rows(self) -> list[Variant]:
         """What a table shows, best first: every method at its best, and memories that chose their own strength."""
@@ -110,6 +115,10 @@ class Experiment:
     def has(self, label: str) -> bool:
         """Whether the method was run."""
         return any(variant.label == label for variant in self.variants)
+
+
+def _standing(variant: Variant) -> tuple[int, float]:
+    return len(variant.records), variant.mean
 
 
 def _by_strength(variant: Variant) -> float:

@@ -48,7 +48,8 @@ class LowRank:
 
 def is_adapted(module: nn.Module) -> bool:
     """Whether a module is a layer with low-rank adapters around it."""
-    return isinstance(getattr(module, "base_layer", None), nn.Module) and _pairs(module) is not None
+    # looked up where modules are kept, because every step asks every module
+    return module._modules.get("base_layer") is not None and _pairs(module) is not None
 
 
 def _pairs(module: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
