@@ -169,10 +169,8 @@ class Experiment:
         with protect(optimizer):
             for step in range(STEPS + 1):
                 if step in LOOKS:
-                    point = {"step": step, "old": loss(trained, self.old_test), "new": loss(trained, self.new_test)}
-                    point["forecast"] = float(memory.forecast()) if memory is not None and memory.tasks else 0.0
-                    points.append(point)
-                    print(f"{name}: {point}", flush=True)
+                    points.append(self._look(step, trained, memory))
+                    print(f"{name}: {points[-1]}", flush=True)
                 begin = time.perf_counter()
                 rows = self.new[torch.randint(0, len(self.new), (BATCH,), generator=generator)]
                 optimizer.zero_grad()
@@ -180,8 +178,14 @@ class Experiment:
                 optimizer.step()
                 rate.step()
                 seconds += time.perf_counter() - begin
+        if holds == "budget":  # which is kept when the body ends
+            points.append(self._look(STEPS + 1, trained, memory))
         used = versions("transformers", "peft")
         return {"name": name, "points": points, "seconds_per_step": seconds / (STEPS + 1), "versions": used}
+
+    def _look(self, step: int, trained: nn.Module, memory: limpet.Memory | None) -> dict[str, float]:
+        found = {"step": step, "old": loss(trained, self.old_test), "new": loss(trained, self.new_test)}
+        return found | {"forecast": float(memory.forecast()) if memory is not None and memory.tasks else 0.0}
 
     def _held(
         self, trained: Any, holds: str, strength: float
