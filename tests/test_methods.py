@@ -352,7 +352,7 @@ def test_predictive_averages_over_drawn_weights() -> None:
     L = memory.posterior.held["model"].precision.dense()
     expected = x @ torch.linalg.solve(L, x.T)
     assert abs(draws.var().item() / expected.item() - 1) < 0.1
-    mean = memory.predictive(x, draws=2000, generator=generator)
+    mean = memory.predictive(x, how="sampled", draws=2000, generator=generator)
     assert abs(mean.item() - (x @ before.T).item()) < 5 * (expected.item() / 2000) ** 0.5
     assert torch.equal(model.weight, before)
 

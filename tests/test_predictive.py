@@ -118,7 +118,7 @@ def test_linearised_and_sampled_agree_where_the_network_is_linear() -> None:
     memory = limpet.OnlineLaplace(model)
     memory.consolidate([(x, y)])
     generator = torch.Generator().manual_seed(0)
-    sampled = memory.predictive(x[:5], draws=4000, generator=generator)
+    sampled = memory.predictive(x[:5], how="sampled", draws=4000, generator=generator)
     linearised = memory.predictive(x[:5], how="linearised", draws=4000, generator=generator)
     assert (sampled - linearised).abs().max() < 0.02
     assert (memory.predictive(x[:5], how="probit") - linearised).abs().max() < 0.05
@@ -174,13 +174,13 @@ def test_inputs_of_any_form_and_a_forward_of_ones_own() -> None:
     found = memory.predictive({"x": x}, how="probit", forward=lambda model, batch: model(batch["x"]))
     assert torch.equal(found, memory.predictive(x, how="probit"))
     generator = torch.Generator().manual_seed(0)
-    drawn = memory.predictive({"input": x}, draws=3, generator=generator)
-    assert torch.equal(drawn, memory.predictive(x, draws=3, generator=torch.Generator().manual_seed(0)))
+    drawn = memory.predictive({"input": x}, how="sampled", draws=3, generator=generator)
+    assert torch.equal(drawn, memory.predictive(x, how="sampled", draws=3, generator=torch.Generator().manual_seed(0)))
 
 
 def test_wrong_questions_name_the_mend() -> None:
     memory, x = learned("linear", "kronecker")
-    with pytest.raises(ValueError, match="sampled, linearised, probit"):
+    with pytest.raises(ValueError, match="probit, linearised, sampled"):
         memory.predictive(x, how="exact")
     with pytest.raises(ValueError, match="evidence"):
         memory.predictive(x, how="probit", prior_precision="best")

@@ -104,7 +104,7 @@ def test_consolidate_penalty_report_save_and_the_rest(method: Callable[[nn.Modul
     memory.forecast()
     memory.save(tmp_path / "memory.safetensors")
     limpet.load(tmp_path / "memory.safetensors", model)
-    memory.predictive(x, draws=2)
+    memory.predictive(x, how="sampled", draws=2)
     check(before, everything(model))
 
 

@@ -16,7 +16,7 @@ from limpet.posterior import Posterior
 from limpet.precision import Precision
 from limpet.precision.base import inverse_root, noise
 
-HOW = ("sampled", "linearised", "probit")
+HOW = ("probit", "linearised", "sampled")
 
 
 @torch.no_grad()
@@ -46,7 +46,7 @@ def predictive(
     likelihood: Likelihood,
     inputs: Any,
     *,
-    how: str = "sampled",
+    how: str = "probit",
     draws: int = 20,
     forward: Forward | None = None,
     prior_precision: float | None = None,

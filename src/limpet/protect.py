@@ -108,6 +108,7 @@ class Protection:
         """Find the groups of the blocks' parameters. Done anew when the optimizer's groups change under way."""
         refuse_unsupported(self.optimizer)
         self._groups = self._groups_now()
+        self._group_of = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         self._bound = list(self._blocks())
         if not self._reached:
             raise LimpetError(
@@ -140,7 +141,7 @@ class Protection:
         self._on_exit(finished)
 
     def _blocks(self) -> Iterator[Bound]:
-        group_of = self._group_of = {p: group for group in self.optimizer.param_groups for p in group["params"]}
+        group_of = self._group_of
         weights, thin = self.posterior.parameters(), self.posterior.thin()
         decayed = []
         for name, held in self.posterior.held.items():

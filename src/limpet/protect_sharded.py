@@ -37,11 +37,10 @@ class ShardedProtection(Protection):
     def _blocks(self) -> Iterator[Bound]:
         self._parameters = self.posterior.parameters()
         self._exchange = self._spread.exchange(self._parameters)
-        group_of = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         found = []
         for block in self._spread.blocks.values():
             parameters = [self._parameters[name] for name in block.parameters]
-            groups = [group_of.get(parameter) for parameter in parameters]
+            groups = [self._group_of.get(parameter) for parameter in parameters]
             if any(group is not None for group in groups):
                 found.append(Stepped(block, parameters, groups))
         self._all = found

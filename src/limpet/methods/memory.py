@@ -240,7 +240,7 @@ class Memory(Kept):
         self,
         inputs: Any,
         *,
-        how: str = "sampled",
+        how: str = "probit",
         draws: int = 20,
         forward: Forward | None = None,
         prior_precision: float | str | None = None,
@@ -248,16 +248,17 @@ class Memory(Kept):
     ) -> Any:
         """Predictions averaged over what the weights might be: class probabilities for a categorical.
 
-        `how` is "sampled" (over `draws` weights drawn from the memory), "linearised" (over outputs drawn from the
-        network linearised at the mean, whose distribution is closed form) or "probit" (the same without drawing); the
-        last two take one output vector per example. `prior_precision` takes the place of the memory's; "evidence"
-        is the one under which what was learned is most likely. `forward(model, inputs)` gives the outputs.
+        `how` is "probit" (of the network linearised at the mean, whose outputs have a Gaussian distribution, in closed
+        form), "linearised" (the same over `draws` outputs drawn from it) or "sampled" (over weights drawn from the
+        memory: for outputs per position, which the first two do not take, and further off). `prior_precision` takes
+        the place of the memory's; "evidence" is the one under which what was learned is most likely.
+        `forward(model, inputs)` gives the outputs.
 
         >>> import limpet
         >>> model = torch.nn.Linear(3, 2)
         >>> memory = limpet.OnlineLaplace(model)
         >>> memory.consolidate([(torch.randn(20, 3), torch.randint(0, 2, (20,)))])
-        >>> memory.predictive(torch.zeros(5, 3), how="probit").sum(1).round(decimals=4)
+        >>> memory.predictive(torch.zeros(5, 3)).sum(1).round(decimals=4)
         tensor([1., 1., 1., 1., 1.])
         """
         from limpet.predictive import predictive
