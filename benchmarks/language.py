@@ -62,6 +62,7 @@ RUNS: dict[str, tuple[str, str, float]] = {  # name: what trains, what holds, ho
     "last kronecker 10": ("last", "kronecker", 10.0),
 }
 
+SHRUNK = (0.95, 0.9, 0.85, 0.8, 0.7)
 COMMON = "kronecker 100"  # the run whose end all others are compared at
 
 
@@ -180,8 +181,22 @@ class Experiment:
                 seconds += time.perf_counter() - begin
         if holds == "budget":  # which is kept when the body ends
             points.append(self._look(STEPS + 1, trained, memory))
-        used = versions("transformers", "peft")
-        return {"name": name, "points": points, "seconds_per_step": seconds / (STEPS + 1), "versions": used}
+        record = {"name": name, "points": points, "seconds_per_step": seconds / (STEPS + 1)}
+        if name == "plain":
+            record["shrunk"] = self._shrunk(trained)
+        return record | {"versions": versions("transformers", "peft")}
+
+    @torch.no_grad()
+    def _shrunk(self, trained: nn.Module) -> list[dict[str, float]]:
+        """What the adapters do when they are made smaller afterwards, as a budget makes them, but without a memory."""
+        found, before = [], 1.0
+        for factor in SHRUNK:
+            for key, parameter in trained.named_parameters():
+                if "lora_B" in key:
+                    parameter.mul_(factor / before)
+            before = factor
+            found.append({"factor": factor, **self._look(STEPS + 1, trained, None)})
+        return found
 
     def _look(self, step: int, trained: nn.Module, memory: limpet.Memory | None) -> dict[str, float]:
         found = {"step": step, "old": loss(trained, self.old_test), "new": loss(trained, self.new_test)}
@@ -247,11 +262,14 @@ def table(records: dict[str, dict[str, Any]]) -> str:
     for name, record in records.items():
         points = record["points"]
         first, last = points[0], points[-1]
-        fallen = sorted((point["new"], point["old"] - first["old"]) for point in points)
+        fallen = sorted((point["new"], point["old"] - first["old"]) for point in points if point["step"] <= STEPS)
         there = float(np.interp(common, [new for new, _ in fallen], [rise for _, rise in fallen]))
-        shown = f"{there:+.3f}" if last["new"] <= common else "not reached"
+        shown = f"{there:+.3f}" if fallen[0][0] <= common else "not reached"
         numbers = f"{last['new']:.3f} | {last['old']:.3f} | {last['old'] - first['old']:+.3f} | {shown}"
         lines.append(f"| {name} | {numbers} | {last['forecast']:.3f} |")
+        for point in record.get("shrunk", ()):
+            numbers = f"{point['new']:.3f} | {point['old']:.3f} | {point['old'] - first['old']:+.3f}"
+            lines.append(f"| {name}, then times {point['factor']:g} | {numbers} | | |")
     return "\n".join(lines)
 
 
