@@ -559,13 +559,14 @@ def test_a_task_is_taken_in_wholly_or_not_at_all(method: Any, monkeypatch: pytes
     def fails(*_: Any) -> Any:
         raise RuntimeError("no memory left")
 
-    with monkeypatch.context() as patch:
-        patch.setattr("limpet.precision.kronecker.Kronecker.add", fails)
-        with pytest.raises(RuntimeError, match="no memory left"):
-            memory.consolidate(task(2), **more)
-    after = memory.state_dict()
-    assert after["metadata"] == kept["metadata"]
-    assert all(torch.equal(tensor, kept["tensors"][name]) for name, tensor in after["tensors"].items())
+    for place in ("limpet.precision.kronecker.Kronecker.add", "limpet.calibration.History.learned"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, fails)
+            with pytest.raises(RuntimeError, match="no memory left"):
+                memory.consolidate(task(2), **more)
+        after = memory.state_dict()
+        assert after["metadata"] == kept["metadata"]
+        assert all(torch.equal(tensor, kept["tensors"][name]) for name, tensor in after["tensors"].items())
     with monkeypatch.context() as patch:
         patch.setattr("limpet.measuring.measure", fails)
         with pytest.warns(LimpetWarning, match="could not be measured .RuntimeError: no memory left"):

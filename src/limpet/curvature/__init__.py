@@ -5,7 +5,7 @@ from limpet.curvature.batches import Forward, call, counted_examples, part, prep
 from limpet.curvature.blocks import DIRECT, Block, discover, unwrapped
 from limpet.curvature.fisher import Displacement, Fisher, FisherPass
 from limpet.curvature.guard import full_precision, shifted, trainable, untouched
-from limpet.curvature.names import Names, every_name, is_excluded, named_parameters, plain, running_statistics
+from limpet.curvature.names import every_name, is_excluded, module_names, named_parameters, plain, running_statistics
 from limpet.curvature.structure import MOST_PIECES, Structure
 from limpet.curvature.sums import FISHERS
 
@@ -18,7 +18,6 @@ __all__ = [
     "Fisher",
     "FisherPass",
     "Forward",
-    "Names",
     "Structure",
     "call",
     "counted_examples",
@@ -27,6 +26,7 @@ __all__ = [
     "full_precision",
     "gradients_at",
     "is_excluded",
+    "module_names",
     "named_parameters",
     "part",
     "plain",

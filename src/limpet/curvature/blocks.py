@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from limpet.curvature.names import Names, every_name, is_excluded, named_parameters
+from limpet.curvature.names import every_name, is_excluded, module_names, named_parameters
 from limpet.errors import CurvatureError
 from limpet.layers import Layer, layer_type
 from limpet.layers.adapters import adapter_parameters, is_adapted
@@ -122,10 +122,9 @@ def discover(
         for name, parameter in named_parameters(model).items()
         if name in also or ((parameter.requires_grad or parameter in bases) and parameter not in left_out)
     }
-    plain_names = Names(model).modules
-    module_names = {module: plain_names[name] for name, module in model.named_modules()}
+    named_modules = module_names(model)
     users: Users = {}
-    for module in module_names:
+    for module in named_modules:
         for local, parameter in module._parameters.items():
             if parameter is not None and parameter in names:
                 users.setdefault(parameter, []).append((module, local))
@@ -133,7 +132,7 @@ def discover(
     for parameter, places in users.items():
         together = _companions(parameter, users)
         if together not in blocks:
-            blocks[together] = _blocks(together, places, names, module_names)
+            blocks[together] = _blocks(together, places, names, named_modules)
     return [block for found in blocks.values() for block in found]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -26,56 +26,55 @@ def plain(pattern: str) -> str:
     return WRAPPERS.sub("", pattern).removeprefix(".")
 
 
-Place = tuple[str, str, nn.Module]
-"""A module with its name in torch, and its plain one."""
+def places(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+    """All modules with their names in torch and their plain ones, in the order of `named_modules`.
 
-
-def places(model: nn.Module) -> Iterator[Place]:
-    """All modules in the order of `named_modules`, one that is used in several places in each of them.
-
-    Written as one loop, because every step asks for the names of all parameters.
+    One that is used in several places stands in each of them. Written as one loop, because every step asks for the
+    names of all parameters.
     """
-    stack: list[tuple[Place, Mapping[str, str]]] = [(("", "", model), {})]
+    stack, inside = [("", "", model)], dict[str, str]()
     while stack:
-        place, stand_ins = stack.pop()
-        yield place
-        full, plain_name, module = place
-        if not module._modules:
-            continue
-        inner = _wrapped(module)
-        for name, child in reversed(module._modules.items()):
-            if child is None:
-                continue
-            below = f"{full}.{name}" if full else name
-            own = stand_ins.get(name)
-            if own is None:
-                own = plain_name if name in inner else f"{plain_name}.{name}" if plain_name else name
-            copies = dict.fromkeys(inner.get(name, ()), plain_name)
-            stack.append(((below, f"{own}.{name}".removeprefix(".") if copies else own, child), copies))
+        full, name, module = stack.pop()
+        yield full, name, module
+        if module._modules:
+            inside.update((_joined(full, inner), name) for inner in _wrapped(module))
+        for last, child in reversed(module._modules.items()):
+            if child is not None:
+                below = _joined(full, last)
+                stack.append((below, inside[below] if below in inside else _joined(name, last), child))
 
 
-def _wrapped(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The children that a module stands for: themselves, or those of theirs that are named."""
+def _joined(prefix: str, last: str) -> str:
+    return f"{prefix}.{last}" if prefix else last
+
+
+def _wrapped(module: nn.Module) -> Iterator[str]:
+    """Where inside of a module the one is that it stands for."""
     children = module._modules
-    found: dict[str, tuple[str, ...]] = {name: () for name in AROUND if name in children}
+    yield from (name for name in AROUND if name in children)
     if "base_layer" in children and is_adapted(module):
-        found["base_layer"] = ()
+        yield "base_layer"
     if "modules_to_save" in children and "original_module" in children:
-        active = getattr(module, "active_adapters", ())
-        found["modules_to_save"] = tuple(active[:1])
+        yield from (f"modules_to_save.{name}" for name in getattr(module, "active_adapters", ())[:1])
+
+
+def module_names(model: nn.Module) -> dict[nn.Module, str]:
+    """The plain name of every module, the first one of those that are used in several places."""
+    found: dict[nn.Module, str] = {}
+    for _, name, module in places(model):
+        found.setdefault(module, name)
     return found
 
 
 class Names:
-    """The plain names of one model's modules and parameters: only what really is a wrapper is left out of them."""
+    """The plain names of one model's parameters and buffers, by the names that torch has for them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = {full: name for full, name, _ in places(model)}  # by the name that torch has for them
+        self._modules = {full: name for full, name, _ in places(model)}
 
-    def __getitem__(self, parameter: str) -> str:
-        """The plain name of a parameter or buffer."""
-        module, _, last = parameter.rpartition(".")
-        return f"{self.modules[module]}.{last}".removeprefix(".")
+    def __getitem__(self, full: str) -> str:
+        module, _, last = full.rpartition(".")
+        return _joined(self._modules[module], last)
 
 
 def every_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -83,7 +82,7 @@ def every_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for _, prefix, module in places(model):
         for last, parameter in module._parameters.items():
             if parameter is not None:
-                yield f"{prefix}.{last}" if prefix else last, parameter
+                yield _joined(prefix, last), parameter
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

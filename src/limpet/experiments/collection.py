@@ -91,12 +91,8 @@ class Experiment:
 
     def swept(self, label: str) -> list[tuple[float, Variant]]:
         """The variants of a method with a strength of their own, by strength; of several the one that stands for it."""
-        found: dict[float, Variant] = {}
-        for variant in self.of(label):
-            known = None if variant.strength is None else found.get(variant.strength)
-            if variant.strength is not None and (known is None or _standing(variant) > _standing(known)):
-                found[variant.strength] = variant
-        return list(found.items())
+        found = {v.strength: v for v in sorted(self.of(label), key=_standing) if v.strength is not None}
+        return sorted(found.items(), key=lambda item: item[0])
 
     def best(self, label: str) -> Variant:
         """What stands for the method: of the variants with most seeds the one with the best mean.

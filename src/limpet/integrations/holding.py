@@ -16,13 +16,10 @@ class Holding:
     def __init__(self, memory: Memory, optimizer: Any, *, examples: int, **options: Any) -> None:
         self.memory, self.examples = memory, examples
         self._protection = memory.protect(optimizer, examples=examples, **options).__enter__()
-        self._held = True
 
     def let_go(self, *, finished: bool) -> None:
-        """Leave the body, once; unfinished is as by an error."""
-        if self._held:
-            self._held = False
-            self._protection.__exit__(None if finished else LimpetError)
+        """Leave the body; unfinished is as by an error."""
+        self._protection.__exit__(None if finished else LimpetError)
 
     @torch.no_grad()
     def logged(self) -> dict[str, float]:

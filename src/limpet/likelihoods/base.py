@@ -111,5 +111,11 @@ def one_tensor(outputs: Outputs) -> Tensor:
     return tensors[0]
 
 
+def widened(outputs: Outputs) -> Tensor:
+    """That output in at least float32: in half precision a confident p (1 - p) is zero."""
+    tensor = one_tensor(outputs)
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def _like(outputs: Outputs, tensors: Sequence[Tensor]) -> Outputs:
     return tensors[0] if isinstance(outputs, Tensor) else tuple(tensors)

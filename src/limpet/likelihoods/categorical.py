@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from limpet.errors import UnsupportedError
-from limpet.likelihoods.base import Likelihood, Outputs, one_tensor
+from limpet.likelihoods.base import Likelihood, Outputs, one_tensor, widened
 from limpet.likelihoods.random import Random, uniform
 
 ROOTS_AT_ONCE = 1 << 22
@@ -39,14 +39,13 @@ class Categorical(Likelihood):
         return {"name": self.name, "class_dim": self.class_dim, "ignore_index": self.ignore_index}
 
     def _logits(self, outputs: Outputs) -> Tensor:
-        logits = one_tensor(outputs)
+        logits = widened(outputs)
         if logits.dim() < 2:
             raise UnsupportedError(
                 f"categorical outputs are (examples, classes), not of shape {tuple(logits.shape)}; "
                 "one logit per example is likelihood='bernoulli'"
             )
-        logits = logits.movedim(self.class_dim, -1)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return logits.movedim(self.class_dim, -1)
 
     def _check(self, logits: Tensor, targets: Any) -> Tensor | None:
         if targets is None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from limpet.errors import UnsupportedError
-from limpet.likelihoods.base import Likelihood, Outputs, one_tensor
+from limpet.likelihoods.base import Likelihood, Outputs, one_tensor, widened
 from limpet.likelihoods.random import Random, normal, uniform
 
 
@@ -47,11 +47,11 @@ class Bernoulli(Likelihood):
         return _per_example(outputs)
 
     def roots(self, outputs: Outputs, targets: Any) -> Iterator[Tensor]:
-        logits = _widened(outputs)
+        logits = widened(outputs)
         yield from _diagonal_roots((logits.sigmoid() * (-logits).sigmoid()).sqrt().to(one_tensor(outputs)))
 
     def mean(self, outputs: Outputs) -> Tensor:
-        return _widened(outputs).sigmoid()
+        return widened(outputs).sigmoid()
 
     def probit(self, mean: Tensor, variance: Tensor) -> Tensor:
         """sigmoid(mean / sqrt(1 + pi / 8 variance)): MacKay (1992)."""
@@ -128,7 +128,7 @@ class Gaussian(Likelihood):
 
 def _paired(outputs: Outputs, targets: Any) -> tuple[Tensor, Tensor]:
     """Outputs, and targets that fit them, in at least float32."""
-    tensor = _widened(outputs)
+    tensor = widened(outputs)
     if targets is None:
         raise UnsupportedError("this needs targets: give batches of (inputs, targets)")
     if tensor.shape != targets.shape:
@@ -137,12 +137,6 @@ def _paired(outputs: Outputs, targets: Any) -> tuple[Tensor, Tensor]:
             "give them the same shape, for instance targets.unsqueeze(-1)"
         )
     return tensor, targets.to(tensor)
-
-
-def _widened(outputs: Outputs) -> Tensor:
-    """The outputs in at least float32: in half precision a confident p (1 - p) is zero."""
-    tensor = one_tensor(outputs)
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _per_example(outputs: Outputs) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from limpet.curvature import Block, Names, every_name, is_excluded, named_parameters, plain, running_statistics
+from limpet.curvature import Block, every_name, is_excluded, module_names, named_parameters, plain, running_statistics
 from limpet.errors import LimpetWarning, NotProtectedWarning, UnsupportedError, warn
 
 
@@ -27,8 +27,7 @@ def excluded_names(model: nn.Module, exclude: Iterable[str | nn.Module | nn.Para
     """Names and patterns as they are; modules and parameters by their names."""
     if isinstance(exclude, str | nn.Module | nn.Parameter):
         exclude = [exclude]
-    plain_names = Names(model).modules
-    modules = {module: plain_names[name] for name, module in model.named_modules()}
+    modules = module_names(model)
     parameters = dict(every_name(model))
     found = []
     for item in exclude:

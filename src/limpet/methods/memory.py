@@ -159,10 +159,10 @@ class Memory(Kept):
         )
 
     def _budget(self, budget: float | None) -> Budget | None:
-        from limpet.budget import Budget
-
         if budget is None:
             return None
+        from limpet.budget import Budget
+
         if not finite_number("budget", budget):
             raise ValueError("a budget of 0 lets nothing change: give what may be forgotten, in nats per example")
         if not self._measures_curves or self.structure == "kronecker-sum":
@@ -298,9 +298,9 @@ class Memory(Kept):
         refuse_spread(self.posterior.spread, f"memory.{what}(...)", "save the memory, and load it in one process")
 
     def _prior(self, prior_precision: float | str | None) -> float | None:
-        from limpet.evidence import evidence_prior
-
         if isinstance(prior_precision, str):
+            from limpet.evidence import evidence_prior
+
             if prior_precision != "evidence":
                 raise ValueError(f"prior_precision must be a number or 'evidence', not {prior_precision!r}")
             return evidence_prior(self.posterior)
