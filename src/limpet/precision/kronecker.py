@@ -68,7 +68,7 @@ class Basis:
             return self._keep(None, old + weight * factor), None, factor
         known = None if self.vectors is None else pieces(self.vectors)[0].to(self.trace.device)
         # widened twice rather than held while the eigenvectors are found: that is when most memory is in use
-        values, new = symmetric_eigen(_summed(known, old) + weight.unsqueeze(-1) * factor)
+        values, new = symmetric_eigen(summed(known, old) + weight.unsqueeze(-1) * factor)
         overlap = new.mT if known is None else new.mT @ widened(known)
         carry = overlap.square()
         # Stored bases are rounded, so columns sum to 1 only almost; made exact, the trace is kept exactly.
@@ -153,8 +153,8 @@ class Kronecker(Precision):
     def add(self, term: Term, strength: float) -> Self:
         if not isinstance(term, KroneckerTerm):
             raise TypeError(f"a kronecker precision takes a KroneckerTerm, not {type(term).__name__}")
-        q = _as_side(term.inputs, term.inputs_diagonal, self.inputs)
-        h = _as_side(term.outputs, term.outputs_diagonal, self.outputs)
+        q = as_side(term.inputs, term.inputs_diagonal, self.inputs)
+        h = as_side(term.outputs, term.outputs_diagonal, self.outputs)
         q_trace, h_trace = (
             diagonal(factor, basis.diagonal).sum(-1) for factor, basis in ((q, self.inputs), (h, self.outputs))
         )
@@ -221,7 +221,7 @@ class Kronecker(Precision):
         def multiplied_out(vectors: Matrix, values: Tensor) -> Matrix:
             parts = pieces(vectors)
             each = zip(parts, values.split_with_sizes([part.shape[-1] for part in parts]), strict=True)
-            made = [_summed(part.to(values.device), some) for part, some in each]
+            made = [summed(part.to(values.device), some) for part, some in each]
             return joined([matrix.to(like.device, like.dtype) for matrix in made])
 
         H = multiplied_out(self.outputs.vectors, product[0])
@@ -319,7 +319,7 @@ class Kronecker(Precision):
         return cls(shape, fact(facts, "prior"), side("inputs", in_), side("outputs", out), values)
 
 
-def _as_side(factor: Matrix, is_diagonal: bool, basis: Basis) -> Matrix:
+def as_side(factor: Matrix, is_diagonal: bool, basis: Basis) -> Matrix:
     """The factor in float64, as a diagonal, a matrix or its pieces, whichever that side of the block keeps."""
     if basis.diagonal:
         return widened(diagonal(factor, is_diagonal))
@@ -328,7 +328,7 @@ def _as_side(factor: Matrix, is_diagonal: bool, basis: Basis) -> Matrix:
     return joined([widened(piece) for piece in pieces(recut(factor, basis.sizes))])
 
 
-def _summed(vectors: Tensor | None, values: Tensor) -> Tensor:
+def summed(vectors: Tensor | None, values: Tensor) -> Tensor:
     """The matrix with these eigenvectors (the identity where None) and eigenvalues, in float64."""
     if vectors is None:
         return torch.diag_embed(values)

@@ -38,6 +38,25 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values.clamp_min(0) * size.squeeze(-1), vectors
 
 
+def generalised_eigen(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """V, V^-T and s with V^T new V = I and V^T old V = diag(s), for positive definite matrices (..., n, n).
+
+    With new = L L^T and E the eigenvectors of L^-1 old L^-T, V = L^-T E and V^-T = L E (Golub and Van Loan, section
+    8.7). In float64.
+    """
+    new, old = widened(new), widened(old)
+    try:
+        factor = torch.linalg.cholesky(new)
+    except RuntimeError as error:
+        raise LimpetError(
+            "a curvature factor of the new data is singular although it is damped: look for inf or nan in the data"
+        ) from error
+    reduced = torch.linalg.solve_triangular(factor, old, upper=False)
+    reduced = torch.linalg.solve_triangular(factor, reduced.mT, upper=False)
+    values, vectors = symmetric_eigen(reduced)
+    return torch.linalg.solve_triangular(factor.mT, vectors, upper=True), factor @ vectors, values
+
+
 def _stubborn_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     ramp = torch.linspace(0, 1e-12, matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     try:

@@ -17,6 +17,13 @@ class Sides:
     rows: Matrix | None = None
     columns: Matrix | None = None
 
+    def to(self, like: Tensor) -> Sides:
+        """The same in the dtype and on the device of a tensor."""
+        rows, columns = (
+            None if side is None else side.to(like.device, like.dtype) for side in (self.rows, self.columns)
+        )
+        return Sides(rows, columns)
+
     def into(self, block: Tensor) -> Tensor:
         """U_H^T block U_Q."""
         block = block if self.rows is None else self.rows.mT @ block

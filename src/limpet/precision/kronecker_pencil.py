@@ -1,0 +1,266 @@
+"""The path between two Kronecker-factored curvatures (`limpet.precision.pencil`).
+
+Where both are products, O = A_o (x) G_o and N = A_n (x) G_n, the generalised eigenbases of the two sides
+
+    V^T A_n V = I, V^T A_o V = diag(s),        U^T G_n U = I, U^T G_o U = diag(t)
+
+give the solution in closed form:  X = U [ C_ij / (1 + strength t_i s_j) ] V^T  with  C = U^-1 D V^-T.
+
+Where one of them is a sum of products (a memory of several tasks, a weight that several modules use), the bases are
+those of the products nearest to them, and (N + strength O) X = N D is solved by conjugate gradients, preconditioned by
+the diagonals of N and O in these bases.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from limpet.precision.block_diagonal import joined, pieces
+from limpet.precision.kronecker import Kronecker, as_side, summed
+from limpet.precision.kronecker_sum import KroneckerSum
+from limpet.precision.linalg import conjugate_gradients, widened
+from limpet.precision.pencil import Damping, Pencil, sum_of, truncated
+from limpet.precision.side_basis import Factor, SideBasis
+from limpet.precision.terms import KroneckerTerm, Term
+
+SEPARABLE = 1e-6
+"""How far, relatively, a matrix of eigenvalues may be from an outer product to be taken for one."""
+
+CG_STEPS = 500
+"""Steps of conjugate gradients at most."""
+
+
+class Curvature(ABC):
+    """A positive definite matrix over a block, as far as the path asks for it."""
+
+    @abstractmethod
+    def apply(self, x: Tensor) -> Tensor:
+        """M x."""
+
+    @abstractmethod
+    def nearest(self) -> Product:
+        """The product with the same partial traces."""
+
+    @abstractmethod
+    def diagonal_in(self, outputs: SideBasis, inputs: SideBasis) -> Tensor:
+        """The diagonal of (V (x) U)^T M (V (x) U), in the shape of the block."""
+
+    @abstractmethod
+    def to(self, like: Tensor) -> Curvature:
+        """The same in another dtype."""
+
+
+@dataclass(frozen=True)
+class Product(Curvature):
+    """inputs (x) outputs."""
+
+    inputs: Factor
+    outputs: Factor
+
+    @classmethod
+    def of(cls, term: KroneckerTerm, form: Kronecker, columns: slice, amount: float) -> Product:
+        """A task's Fisher, in the form that the block's sides have, for some columns, damped."""
+        inputs, outputs = (
+            Factor(as_side(factor, is_diagonal, basis), basis.diagonal)
+            for factor, is_diagonal, basis in (
+                (term.inputs, term.inputs_diagonal, form.inputs),
+                (term.outputs, term.outputs_diagonal, form.outputs),
+            )
+        )
+        return cls(inputs.kept(columns).damped(amount), outputs.damped(amount))
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.outputs.right(self.inputs.right(x).mT).mT
+
+    def nearest(self) -> Product:
+        return self
+
+    def diagonal_in(self, outputs: SideBasis, inputs: SideBasis) -> Tensor:
+        return outputs.diagonal_of(self.outputs).unsqueeze(-1) * inputs.diagonal_of(self.inputs).unsqueeze(-2)
+
+    def to(self, like: Tensor) -> Product:
+        return Product(self.inputs.to(like), self.outputs.to(like))
+
+
+@dataclass(frozen=True)
+class Sum(Curvature):
+    """Several products."""
+
+    products: tuple[Product, ...]
+
+    def apply(self, x: Tensor) -> Tensor:
+        return sum_of([product.apply(x) for product in self.products])
+
+    def nearest(self) -> Product:
+        traces = [[f.diagonal.sum(-1, keepdim=True) for f in (p.inputs, p.outputs)] for p in self.products]
+        inputs = [p.inputs.scaled(out) for p, (_, out) in zip(self.products, traces, strict=True)]
+        outputs = [p.outputs.scaled(in_) for p, (in_, _) in zip(self.products, traces, strict=True)]
+        total = sum_of([in_ * out for in_, out in traces])
+        first, *others = inputs
+        second, *rest = outputs
+        for other in others:
+            first = first.plus(other)
+        for other in rest:
+            second = second.plus(other)
+        return Product(first.scaled(1 / total), second)
+
+    def diagonal_in(self, outputs: SideBasis, inputs: SideBasis) -> Tensor:
+        return sum_of([product.diagonal_in(outputs, inputs) for product in self.products])
+
+    def to(self, like: Tensor) -> Sum:
+        return Sum(tuple(product.to(like) for product in self.products))
+
+
+@dataclass(frozen=True)
+class Eigenbasis(Curvature):
+    """(U_Q (x) U_H) diag(D) (U_Q (x) U_H)^T, for some columns of the block."""
+
+    form: Kronecker
+    values: Tensor  # D, damped
+    columns: slice
+
+    @classmethod
+    def of(cls, form: Kronecker, columns: slice, amount: float) -> Curvature:
+        """The Fisher of a memory, damped as its factors would be: (h + e mean h) (q + e mean q)^T where D = h q^T."""
+        D = widened(form.values.plain)
+        rows, total = D.sum(-1, keepdim=True), D.sum((-2, -1), keepdim=True)
+        q = D.sum(-2, keepdim=True) / total
+        if float((rows * q - D).norm()) <= SEPARABLE * float(D.norm()):
+            inputs, outputs = _factor(form, "inputs", q.squeeze(-2)), _factor(form, "outputs", rows.squeeze(-1))
+            return Product(inputs.kept(columns).damped(amount), outputs.damped(amount))
+        means = D.mean(-1, keepdim=True) + D.mean(-2, keepdim=True)
+        return cls(form, D + amount * means + amount**2 * D.mean((-2, -1), keepdim=True), columns)
+
+    def apply(self, x: Tensor) -> Tensor:
+        sides = self.form.sides().to(x)
+        whole = x.new_zeros((*x.shape[:-1], self.values.shape[-1]))
+        whole[..., self.columns] = x
+        return sides.back(self.values.to(x) * sides.into(whole))[..., self.columns]
+
+    def nearest(self) -> Product:
+        rows, columns = self.values.sum(-1), self.values.sum(-2)
+        inputs = _factor(self.form, "inputs", columns / columns.sum(-1, keepdim=True))
+        return Product(inputs.kept(self.columns), _factor(self.form, "outputs", rows))
+
+    def diagonal_in(self, outputs: SideBasis, inputs: SideBasis) -> Tensor:
+        found = inputs.carried(self.values, self.form.inputs, self.columns)
+        return outputs.carried(found.mT, self.form.outputs, slice(0, self.values.shape[-2])).mT
+
+    def to(self, like: Tensor) -> Eigenbasis:
+        return Eigenbasis(self.form, self.values.to(like), self.columns)
+
+
+class KroneckerPencil(Pencil):
+    """Two sides; in closed form where each curvature is one product, by conjugate gradients where one is a sum."""
+
+    def __init__(
+        self,
+        old: Kronecker | KroneckerSum,
+        new: Sequence[Term],
+        parts: Sequence[Tensor],
+        *,
+        columns: slice,
+        slope: Tensor | None = None,
+        damping: Damping | None = None,
+    ) -> None:
+        damping = damping or Damping()
+        self.like, self.columns = parts[0], columns
+        form = (old.eigenbasis if isinstance(old, KroneckerSum) else old).fisher()
+        n = _added_up([Product.of(t, form, columns, damping.new) for t in new if isinstance(t, KroneckerTerm)])
+        o = (
+            _added_up([Product.of(term, form, columns, damping.old) for term in old.terms])
+            if isinstance(old, KroneckerSum)
+            else Eigenbasis.of(form, columns, damping.old)
+        )
+        outputs = SideBasis.of(n.nearest().outputs, o.nearest().outputs)
+        inputs = SideBasis.of(n.nearest().inputs, o.nearest().inputs)
+        self.exact = isinstance(n, Product) and isinstance(o, Product)
+        moved = [widened(part)[..., columns] for part in parts]
+        pull = None if slope is None else widened(slope)[..., columns] / len(parts)
+        if self.exact:
+            self.new_values: Tensor | None = None  # 1
+            self.old_values = (outputs.values.unsqueeze(-1) * inputs.values.unsqueeze(-2)).to(self.like)
+            self.coordinates = [outputs.into(inputs.into(d).mT).mT.to(self.like) for d in moved]
+            self.pull = None if pull is None else outputs.into_dual(inputs.into_dual(pull).mT).mT.to(self.like)
+        else:
+            self.new, self.old = n.to(self.like), o.to(self.like)
+            self.new_values = n.diagonal_in(outputs, inputs).to(self.like)
+            self.old_values = o.diagonal_in(outputs, inputs).to(self.like)
+            self.moved = [d.to(self.like) for d in moved]
+            self.targets = [self.new.apply(d) for d in self.moved]
+            self.pull = None if pull is None else pull.to(self.like)
+        self.outputs = outputs.stored(self.like, with_dual=not self.exact)
+        self.inputs = inputs.stored(self.like, with_dual=not self.exact)
+
+    def _back(self, c: Tensor) -> Tensor:
+        return self.outputs.back(self.inputs.back(c).mT).mT
+
+    def _closed(self, strength: float) -> list[Tensor]:
+        """Each part's share in the coordinates, where both curvatures are products."""
+        pull = 0 if self.pull is None else strength * self.pull
+        return [(c - pull) / (1 + strength * self.old_values) for c in self.coordinates]
+
+    def _iterated(self, strength: float) -> list[Tensor]:
+        """Each part's share by conjugate gradients."""
+        assert self.new_values is not None
+        diagonal = self.new_values + strength * self.old_values
+
+        def precondition(x: Tensor) -> Tensor:
+            return self._back(self.outputs.into_dual(self.inputs.into_dual(x).mT).mT / diagonal)
+
+        pull = 0 if self.pull is None else strength * self.pull
+        tolerance = 1e-13 if self.like.dtype == torch.float64 else 1e-6
+        return [
+            conjugate_gradients(
+                lambda x: self.new.apply(x) + strength * self.old.apply(x),
+                target - pull,
+                precondition,
+                tolerance=tolerance,
+                steps=CG_STEPS,
+            )
+            for target in self.targets
+        ]
+
+    def at(self, strength: float) -> list[Tensor]:
+        found = [self._back(c) for c in self._closed(strength)] if self.exact else self._iterated(strength)
+        whole = [torch.zeros_like(self.like) for _ in found]
+        for block, x in zip(whole, found, strict=True):
+            block[..., self.columns] = x
+        return whole
+
+    def quadratics(self, strength: float) -> tuple[float, float]:
+        if self.exact:
+            x, c = widened(sum_of(self._closed(strength))), widened(sum_of(self.coordinates))
+            return float((x - c).square().sum()) / 2, float((self.old_values * x.square()).sum()) / 2
+        x = sum_of(self._iterated(strength))
+        d = x - sum_of(self.moved)
+        return float((d * self.new.apply(d)).sum()) / 2, float((x * self.old.apply(x)).sum()) / 2
+
+    def low_rank(self, strength: float, part: int, rank: int) -> tuple[Tensor, Tensor]:
+        if self.exact:
+            c = self._closed(strength)[part]
+        else:
+            c = self.outputs.into(self.inputs.into(self._iterated(strength)[part]).mT).mT
+        rows, columns = widened(self.outputs.root), widened(self.inputs.root)
+        left, right = truncated(rows.unsqueeze(-1) * widened(c) * columns, rank)
+        left, right = (left / rows.unsqueeze(-1)).to(self.like), (right / columns).to(self.like)
+        return self.outputs.back(left.mT).mT, self.inputs.back(right)
+
+
+def _added_up(products: Sequence[Product]) -> Curvature:
+    return products[0] if len(products) == 1 else Sum(tuple(products))
+
+
+def _factor(form: Kronecker, side: str, values: Tensor) -> Factor:
+    """The matrix with these eigenvalues in the basis of one side of a precision."""
+    basis = form.inputs if side == "inputs" else form.outputs
+    if basis.diagonal:
+        return Factor(values, True)
+    parts = values.split_with_sizes(list(basis.sizes), -1)
+    known = [None] * len(parts) if basis.columns is None else pieces(basis.columns)
+    return Factor(joined([summed(vectors, part) for vectors, part in zip(known, parts, strict=True)]), False)

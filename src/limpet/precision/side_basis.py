@@ -1,0 +1,143 @@
+"""One side of a Kronecker product, and the basis in which two of them are diagonal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from limpet.precision.block_diagonal import Matrix, diagonal, joined, pieces
+from limpet.precision.kronecker import Basis
+from limpet.precision.linalg import generalised_eigen, widened
+from limpet.precision.pencil import damped
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One side of a product, in float64: a matrix, its pieces, or a diagonal."""
+
+    matrix: Matrix
+    is_diagonal: bool
+
+    def damped(self, amount: float) -> Factor:
+        """With `amount` of the mean of its diagonal added to the diagonal."""
+        if self.is_diagonal and isinstance(self.matrix, Tensor):
+            return Factor(damped(self.matrix, amount, is_diagonal=True), True)
+        # one mean for all pieces, as if the factor were whole
+        added = amount * self.diagonal.mean(-1, keepdim=True)
+        parts = [piece + torch.diag_embed(added.expand(piece.shape[:-1])) for piece in pieces(self.matrix)]
+        return Factor(joined(parts), False)
+
+    @property
+    def diagonal(self) -> Tensor:
+        """The diagonal (..., n)."""
+        return diagonal(self.matrix, self.is_diagonal)
+
+    def right(self, x: Tensor) -> Tensor:
+        """x M."""
+        if self.is_diagonal and isinstance(self.matrix, Tensor):
+            return x * self.matrix.unsqueeze(-2)
+        return x @ self.matrix
+
+    def kept(self, columns: slice) -> Factor:
+        """The rows and columns of a slice."""
+        if self.is_diagonal and isinstance(self.matrix, Tensor):
+            return Factor(self.matrix[..., columns], True)
+        found, start = [], 0
+        for piece in pieces(self.matrix):
+            inside = slice(max(columns.start - start, 0), max(min(columns.stop - start, piece.shape[-1]), 0))
+            if inside.start < inside.stop:
+                found.append(piece[..., inside, inside])
+            start += piece.shape[-1]
+        return Factor(joined(found), False)
+
+    def scaled(self, factor: Tensor | float) -> Factor:
+        """`factor` times the matrix; one number, or one for each group."""
+        if isinstance(factor, Tensor) and not self.is_diagonal:
+            factor = factor.unsqueeze(-1)
+        return Factor(joined([piece * factor for piece in pieces(self.matrix)]), self.is_diagonal)
+
+    def plus(self, other: Factor) -> Factor:
+        """The sum of two factors of one form."""
+        both = zip(pieces(self.matrix), pieces(other.matrix), strict=True)
+        return Factor(joined([a + b for a, b in both]), self.is_diagonal)
+
+    def to(self, like: Tensor) -> Factor:
+        """The same in another dtype."""
+        return Factor(self.matrix.to(like.device, like.dtype), self.is_diagonal)
+
+
+@dataclass(frozen=True)
+class SideBasis:
+    """The generalised eigenbasis of one side: V^T N V = I, V^T O V = diag(values)."""
+
+    vectors: Matrix  # V, or its diagonal
+    dual: Matrix | None  # V^-T; None once nothing more is to be brought into the basis
+    values: Tensor
+    is_diagonal: bool
+    root: Tensor  # of the metric of both factors, each divided by its mean, which is diagonal in this basis
+
+    @classmethod
+    def of(cls, new: Factor, old: Factor) -> SideBasis:
+        """The basis of two damped factors of one form."""
+        n, o = new.matrix, old.matrix
+        if new.is_diagonal and isinstance(n, Tensor) and isinstance(o, Tensor):
+            found = [(n.rsqrt(), n.sqrt(), o / n)]
+        else:
+            found = [generalised_eigen(a, b) for a, b in zip(pieces(n), pieces(o), strict=True)]
+        vectors, dual = joined([v for v, _, _ in found]), joined([w for _, w, _ in found])
+        values = torch.cat([s for _, _, s in found], -1)
+        means = (factor.diagonal.mean(-1, keepdim=True) for factor in (new, old))
+        new_mean, old_mean = means
+        return cls(vectors, dual, values, new.is_diagonal, (1 / new_mean + values / old_mean).sqrt())
+
+    def _times(self, x: Tensor, matrix: Matrix, *, transposed: bool = False) -> Tensor:
+        if self.is_diagonal and isinstance(matrix, Tensor):
+            return x * matrix.unsqueeze(-2)
+        return x @ (matrix.mT if transposed else matrix)
+
+    def into(self, x: Tensor) -> Tensor:
+        """x V^-T: the coordinates of displacements."""
+        assert self.dual is not None
+        return self._times(x, self.dual)
+
+    def back(self, c: Tensor) -> Tensor:
+        """c V^T: the inverse of `into`."""
+        return self._times(c, self.vectors, transposed=True)
+
+    def into_dual(self, x: Tensor) -> Tensor:
+        """x V: the coordinates of gradients."""
+        return self._times(x, self.vectors)
+
+    def diagonal_of(self, factor: Factor) -> Tensor:
+        """The diagonal of V^T M V."""
+        if self.is_diagonal and isinstance(self.vectors, Tensor):
+            return factor.diagonal * self.vectors.square()
+        both = zip(pieces(factor.matrix), pieces(self.vectors), strict=True)
+        return torch.cat([((m @ v) * v).sum(-2) for m, v in both], -1)
+
+    def carried(self, values: Tensor, basis: Basis, rows: slice) -> Tensor:
+        """The diagonal, in this basis, of what has these eigenvalues (in the last dimension) in an orthonormal one, U.
+
+        They are carried over by the squared entries of V^T U. Of U only some rows count.
+        """
+        if self.is_diagonal and isinstance(self.vectors, Tensor):
+            return values[..., rows] * self.vectors.square()
+        found, number, start = [], 0, 0
+        for i, size in enumerate(basis.sizes):
+            inside = slice(max(rows.start - start, 0), max(min(rows.stop - start, size), 0))
+            if inside.start < inside.stop:
+                v = pieces(self.vectors)[number]
+                u = None if basis.columns is None else widened(pieces(basis.columns)[i])[..., inside, :]
+                some = values[..., start : start + size]
+                found.append(some @ (v if u is None else u.mT @ v).square())
+                number += 1
+            start += size
+        return torch.cat(found, -1)
+
+    def stored(self, like: Tensor, *, with_dual: bool) -> SideBasis:
+        """The same in another dtype, with or without the way into the basis."""
+        vectors = self.vectors.to(like.device, like.dtype)
+        dual = self.dual.to(like.device, like.dtype) if with_dual and self.dual is not None else None
+        return SideBasis(vectors, dual, self.values.to(like), self.is_diagonal, self.root.to(like))
