@@ -31,7 +31,7 @@ LAYERS: list[tuple[str, list[str]]] = [
         "what a memory does for you",
         [
             *("measuring", "forecast", "budget", "protect", "protect_sharded", "evidence", "linearised"),
-            *("predictive", "report", "store", "dcp", "dcp_reader", "hub"),
+            *("predictive", "report", "store", "dcp", "dcp_reader", "hub", "forgetting"),
         ],
     ),
     ("the face", ["methods", "loading", FACE]),

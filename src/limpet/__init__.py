@@ -8,6 +8,8 @@ for task in tasks:
 memory.save("memory.safetensors")
 """
 
+from typing import TYPE_CHECKING, Any
+
 from limpet.errors import (
     CurvatureError,
     FallbackWarning,
@@ -42,4 +44,17 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "load",
+    "repair",
 ]
+
+if TYPE_CHECKING:
+    from limpet.methods.repair import repair
+
+
+def __getattr__(name: str) -> Any:
+    """What is imported when it is asked for, so that importing limpet takes hardly any time."""
+    if name == "repair":
+        from limpet.methods.repair import repair
+
+        return repair
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

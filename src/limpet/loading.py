@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
-from limpet.errors import LimpetWarning
-from limpet.likelihoods import Likelihood, from_description
-from limpet.methods import METHODS, Memory
+from limpet.likelihoods import Likelihood
+from limpet.methods import Memory
+from limpet.methods.restore import restored
 
 
 def load(path: str | Path, model: nn.Module, *, likelihood: Likelihood | None = None) -> Memory:
@@ -36,15 +33,4 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Likelihood | None = 
 
     has_file = (Path(path) / FILE).is_file()
     state = dcp.read(path) if dcp.is_checkpoint(path) and not has_file else store.read(local_file(path))
-    content = store.Content.of(state)
-    settings: dict[str, Any] = content.metadata["settings"]
-    with store.refusing(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", LimpetWarning)  # said when the memory was made
-        kind = METHODS[store.Settings(content).choice("method", METHODS)]
-        wanted = inspect.signature(kind.__init__).parameters.keys() & settings.keys()
-        options = {name: settings[name] for name in wanted if name != "likelihood"}
-        if "likelihood" in wanted:
-            options["likelihood"] = likelihood or from_description(settings["likelihood"])
-        memory = kind(model, **options)
-        memory.load_state_dict(state)
-    return memory
+    return restored(state, model, likelihood)

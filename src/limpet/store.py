@@ -155,6 +155,13 @@ class Settings:
             raise ValueError(f"{name} must be a list of names, not {value!r}")
         return value
 
+    def list(self, name: str) -> Sequence[Any]:
+        """A list; empty where an older file does not have it."""
+        value = self._values.get(name, [])
+        if not isinstance(value, list):
+            raise ValueError(f"{name} must be a list, not {value!r}")
+        return value
+
     def part(self, name: str) -> Mapping[str, Any] | None:
         """A group of further settings, or None."""
         value = self._values.get(name)

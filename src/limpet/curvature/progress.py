@@ -10,17 +10,17 @@ LABEL = "limpet: curvature"
 
 
 class Progress:
-    """Counts examples. A person at a terminal sees it after a second; a short pass shows nothing."""
+    """Counts examples, or something else. A person at a terminal sees it after a second; short work shows nothing."""
 
-    def __init__(self, total: int | None, *, show: bool) -> None:
+    def __init__(self, total: int | None, *, show: bool, label: str = LABEL, unit: str = "examples") -> None:
         self._bar: Any = None
         if show:
             try:
                 from tqdm.auto import tqdm
             except ImportError:
-                self._bar = CountingLine(total)
+                self._bar = CountingLine(total, label, unit)
             else:
-                self._bar = tqdm(total=total, desc=LABEL, unit=" examples", delay=1.0, leave=False)
+                self._bar = tqdm(total=total, desc=label, unit=f" {unit}", delay=1.0, leave=False)
 
     def update(self, count: int) -> None:
         """Count some more."""
@@ -36,7 +36,8 @@ class Progress:
 class CountingLine:
     """One line on a terminal's standard error, written anew at most once a second."""
 
-    def __init__(self, total: int | None) -> None:
+    def __init__(self, total: int | None, label: str = LABEL, unit: str = "examples") -> None:
+        self.label, self.unit = label, unit
         self.total = "" if total is None else f" of {total:,}"
         self.count = 0
         self._last = time.monotonic()
@@ -48,7 +49,7 @@ class CountingLine:
         now = time.monotonic()
         if now - self._last >= 1 and sys.stderr.isatty():
             self._last, self._shown = now, True
-            sys.stderr.write(f"\r{LABEL}: {self.count:,}{self.total} examples")
+            sys.stderr.write(f"\r{self.label}: {self.count:,}{self.total} {self.unit}")
             sys.stderr.flush()
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from limpet.errors import UnsupportedError
@@ -40,6 +41,13 @@ class LowRank:
         of_a, of_b = (left.mT, right.mT) if self.transposed else (right, left)
         yield self.a, of_a.reshape(self.a.shape)
         yield self.b, of_b.reshape(self.b.shape)
+
+    def written(self, left: Tensor, right: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """The parameters, each with the value by which the adapter adds left @ right; missing ranks are zero."""
+        missing = self.left.shape[1] - left.shape[1]
+        if missing:
+            left, right = F.pad(left, (0, missing)), F.pad(right, (0, 0, 0, missing))
+        yield from self.gradients(left, right / self.scaling)
 
     def added(self, shape: torch.Size) -> Tensor:
         """What is added to the weight, differentiable."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -74,6 +74,34 @@ class Likelihood(ABC):
     def relabelled(self, targets: Any, labels: Tensor, generator: torch.Generator | None) -> Any:
         """Targets of the same form, drawn from some labels alike."""
         raise UnsupportedError(f"the {self.name} likelihood has no labels")
+
+    def summary(self, outputs: Outputs, targets: Any, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """What `divergence` has to know of outputs, examples first.
+
+        Args:
+            outputs: What the model gave.
+            targets: They only say which positions are ignored, and may be None.
+            generator: Where it is given, a large distribution may be summarised by some of its labels.
+
+        Returns:
+            Tensors by name.
+        """
+        raise UnsupportedError(
+            f"the {self.name} likelihood does not say how far two outputs are apart, so drift cannot be measured: give "
+            "it `summary` and `divergence`"
+        )
+
+    def divergence(self, summary: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
+        """KL(before || now) in nats, differentiable in the outputs.
+
+        Args:
+            summary: Of the outputs before.
+            outputs: Those of now, for the same inputs.
+
+        Returns:
+            A number for every example, or for every position of every example; zero where positions are ignored.
+        """
+        raise UnsupportedError(f"the {self.name} likelihood has no divergence")
 
     def describe(self) -> dict[str, Any]:
         """Name and options as plain JSON values, for a memory's file."""

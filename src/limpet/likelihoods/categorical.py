@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 from limpet.errors import UnsupportedError
 from limpet.likelihoods.base import Likelihood, Outputs, one_tensor, widened
 from limpet.likelihoods.random import Random, uniform
+
+TOP, TAIL = 64, 16
+"""Labels of a summary: the most likely ones, and draws from all others."""
 
 ROOTS_AT_ONCE = 1 << 22
 """Numbers that the exact roots made at a time may take."""
@@ -151,6 +154,51 @@ class Categorical(Likelihood):
             whole = roots if labels is None else roots.masked_fill((labels == self.ignore_index)[:, None, None], 0)
             for root in whole.movedim(1, 0).contiguous().to(outputs.dtype):
                 yield root.movedim(-1, self.class_dim)
+
+    def summary(self, outputs: Outputs, targets: Any, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """All log probabilities, or, with a generator and many classes, those of some labels and their weights.
+
+        The `TOP` most likely labels weigh their probability; `TAIL` draws from the others share what is left. The
+        divergence of such a summary is then an unbiased estimate, where one that lumps the rest together is too small.
+        """
+        logits = self._logits(outputs)
+        labels = self._check(logits, targets)
+        found = {"log_probabilities": logits.log_softmax(-1)}
+        if generator is not None and logits.shape[-1] > 2 * (TOP + TAIL):
+            found = self._some_labels(found["log_probabilities"], generator)
+        if labels is not None and bool((labels == self.ignore_index).any()):
+            found["counted"] = labels != self.ignore_index
+        return found
+
+    @staticmethod
+    def _some_labels(log_probabilities: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        top, best = log_probabilities.topk(TOP, -1)
+        others = log_probabilities.scatter(-1, best, -math.inf).exp()
+        rest = others.sum(-1, keepdim=True)
+        flat = others.flatten(0, -2).to(generator.device)
+        # a distribution that is all at its top has nothing to draw from, and its draws weigh nothing
+        flat = torch.where(flat.sum(-1, keepdim=True) > 0, flat, torch.ones_like(flat))
+        drawn = torch.multinomial(flat, TAIL, replacement=True, generator=generator).reshape(*others.shape[:-1], TAIL)
+        drawn = drawn.to(log_probabilities.device)
+        labels = torch.cat([best, drawn], -1)
+        return {
+            "labels": labels.to(torch.int32),
+            "log_probabilities": log_probabilities.gather(-1, labels),
+            "weights": torch.cat([top.exp(), (rest / TAIL).expand(drawn.shape)], -1),
+        }
+
+    def divergence(self, summary: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
+        now = self._logits(outputs).log_softmax(-1)
+        before = summary["log_probabilities"].to(now)
+        if "labels" in summary:
+            now = now.gather(-1, summary["labels"].to(now.device).long())
+            weights = summary["weights"].to(now)
+        else:
+            weights = before.exp()
+        # where a probability is zero its logarithm may be -inf, and weighs nothing
+        found = torch.where(weights > 0, weights * (before - now), torch.zeros_like(now)).sum(-1)
+        counted = summary.get("counted")
+        return found if counted is None else found.masked_fill(~counted.to(found.device), 0)
 
     def mean(self, outputs: Outputs) -> Tensor:
         return self._logits(outputs).softmax(-1).movedim(-1, self.class_dim)

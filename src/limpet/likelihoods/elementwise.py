@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +52,16 @@ class Bernoulli(Likelihood):
 
     def mean(self, outputs: Outputs) -> Tensor:
         return widened(outputs).sigmoid()
+
+    def summary(self, outputs: Outputs, targets: Any, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        return {"outputs": widened(outputs)}
+
+    def divergence(self, summary: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
+        now = widened(outputs)
+        before = summary["outputs"].to(now)
+        found = before.sigmoid() * (F.logsigmoid(before) - F.logsigmoid(now))
+        found = found + (-before).sigmoid() * (F.logsigmoid(-before) - F.logsigmoid(-now))
+        return found.reshape(len(found), -1).sum(1)
 
     def probit(self, mean: Tensor, variance: Tensor) -> Tensor:
         """sigmoid(mean / sqrt(1 + pi / 8 variance)): MacKay (1992)."""
@@ -120,6 +130,14 @@ class Gaussian(Likelihood):
 
     def mean(self, outputs: Outputs) -> Tensor:
         return one_tensor(outputs)
+
+    def summary(self, outputs: Outputs, targets: Any, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        return {"outputs": widened(outputs)}
+
+    def divergence(self, summary: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
+        now = widened(outputs)
+        found = (now - summary["outputs"].to(now)).square() / (2 * self._known)
+        return found.reshape(len(found), -1).sum(1)
 
     def probit(self, mean: Tensor, variance: Tensor) -> Tensor:
         """The mean itself, whatever the variance."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -69,6 +69,21 @@ class Several(Likelihood):
         for i, (part, o, t) in enumerate(self._each(outputs, targets)):
             for root in part.roots(o, t):
                 yield (*zeros[:i], root, *zeros[i + 1 :])
+
+    def summary(self, outputs: Outputs, targets: Any, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        found = [part.summary(o, t, generator) for part, o, t in self._each(outputs, targets)]
+        return {f"{i}.{name}": tensor for i, one in enumerate(found) for name, tensor in one.items()}
+
+    def divergence(self, summary: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
+        total = None
+        for i, (part, output, _) in enumerate(self._each(outputs, None)):
+            prefix = f"{i}."
+            own = {name.removeprefix(prefix): t for name, t in summary.items() if name.startswith(prefix)}
+            found = part.divergence(own, output)
+            found = found.reshape(len(found), -1).sum(1)
+            total = found if total is None else total + found
+        assert total is not None
+        return total
 
     def mean(self, outputs: Outputs) -> tuple[Tensor, ...]:
         return tuple(part.mean(o) for part, o, _ in self._each(outputs, None))

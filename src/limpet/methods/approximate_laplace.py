@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from limpet.curvature import DIRECT, Fisher, Forward
-from limpet.errors import LimpetError
+from limpet.errors import LimpetError, positive_whole
 from limpet.methods.laplace import Laplace
 from limpet.posterior import Held
 
@@ -42,6 +42,7 @@ class ApproximateLaplace(Laplace):
         forward: Forward | None = None,
         progress: bool = True,
         checkpoint: str | Path | None = None,
+        probe: int | None = None,
     ) -> None:
         """As for the other methods, and with the batches of all earlier tasks, oldest first, in `earlier`.
 
@@ -52,6 +53,7 @@ class ApproximateLaplace(Laplace):
                 f"this memory holds {self.tasks} tasks and measures them all anew: give earlier=[...] with the batches "
                 f"of each, not of {len(earlier)}"
             )
+        rows = None if probe is None else positive_whole("probe", probe)
         passes = [(old, None) for old in earlier] + [(batches, examples)]
         saved = [self._checkpoint(checkpoint and f"{checkpoint}.{i}") for i in range(len(passes))]
 
@@ -67,6 +69,8 @@ class ApproximateLaplace(Laplace):
                     file.remove()
                 fishers[number] = measure(number)
         self._settle(fishers, forward)
+        if rows is not None:
+            self.add_probe(fishers[-1].first.take(rows), forward=forward)
         self.history = self.history.measured_anew()
         for file in saved:
             if file is not None:

@@ -18,7 +18,12 @@ from limpet.precision.rest import Rest
 
 if TYPE_CHECKING:
     from limpet import store
+    from limpet.forgetting.probe import Probe
     from limpet.pull import ProximalState
+
+
+PROBE = "probe/"
+"""What the names of a probe's tensors begin with."""
 
 
 class Kept(ABC):
@@ -32,6 +37,7 @@ class Kept(ABC):
     tasks: int
     unused: frozenset[str]
     history: History
+    probes: tuple[Probe, ...]  # inputs, with the outputs before
     _strength: float
     _automatic: bool
     _direct: set[str]  # parameters that no layer class has seen being used
@@ -55,7 +61,10 @@ class Kept(ABC):
         """
         from limpet import store
 
-        return store.collect(self.posterior, self._settings(), self._proximal_state, self._extra_tensors())
+        extra = self._extra_tensors()
+        for i, probe in enumerate(self.probes):
+            extra |= {f"{PROBE}{i}/{name}": tensor for name, tensor in probe.tensors().items()}
+        return store.collect(self.posterior, self._settings(), self._proximal_state, extra)
 
     def load_state_dict(self, state: store.State) -> None:
         """Take over a state that `state_dict` made, for the same method, structure and model; all of it or nothing."""
@@ -79,7 +88,9 @@ class Kept(ABC):
                 prior_mean = settings.choice("prior_mean", PRIOR_MEANS)
                 blocks = self._planned(also=store.parameter_names(content))
                 held, constant, proximal, extra = store.restore(content, blocks, self.posterior)
-                attributes.update(self._read_extra(settings, extra))
+                attributes["probes"] = _read_probes(settings, extra)
+                own = {name: tensor for name, tensor in extra.items() if not name.startswith(PROBE)}
+                attributes.update(self._read_extra(settings, own))
         except MemoryFileError:
             self._direct, self.exclude, self.posterior.structure = previous
             raise
@@ -118,6 +129,7 @@ class Kept(ABC):
             "tasks": self.tasks,
             "unused": sorted(self.unused),
             "history": self.history.plain(),
+            **({"probes": [probe.facts() for probe in self.probes]} if self.probes else {}),
         }
 
     def _read_settings(self, settings: store.Settings) -> dict[str, Any]:
@@ -140,3 +152,18 @@ class Kept(ABC):
         if tensors:
             raise MemoryFileError(f"tensors that {type(self).__name__} does not know: {', '.join(sorted(tensors))}")
         return {}
+
+
+def _read_probes(settings: store.Settings, tensors: dict[str, Tensor]) -> tuple[Probe, ...]:
+    """The probes of a state."""
+    facts = settings.list("probes")
+    if not facts:
+        return ()
+    from limpet.forgetting.probe import Probe
+
+    found = []
+    for i, one in enumerate(facts):
+        prefix = f"{PROBE}{i}/"
+        own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        found.append(Probe.restore(own, one))
+    return tuple(found)

@@ -109,6 +109,7 @@ class Laplace(Memory):
         forward: Forward | None = None,
         progress: bool = True,
         checkpoint: str | Path | None = None,
+        probe: int | None = None,
     ) -> None:
         """Take the task in: one pass over its data, after which mean and precision know it.
 
@@ -117,9 +118,15 @@ class Laplace(Memory):
         names a file to which a long pass is written once a minute: called again after a crash, with batches in the
         same order, it goes on from there; the file is gone once the task is taken in. On many ranks the batches are
         each rank's own, or all of them, `limpet.parallel.Shared(batches)`; then another number of ranks may go on.
+        With `probe` the memory keeps so many of the inputs, with the outputs that the model gives now, for `drift` to
+        be measured on (`add_probe`): the file then holds these inputs.
         """
         saved = self._checkpoint(checkpoint)
-        self._settle([self._measure(batches, examples, limit, forward, progress, saved)], forward)
+        rows = None if probe is None else positive_whole("probe", probe)
+        fisher = self._measure(batches, examples, limit, forward, progress, saved)
+        self._settle([fisher], forward)
+        if rows is not None:
+            self.add_probe(fisher.first.take(rows), forward=forward)
         if saved is not None:
             saved.remove()
 
@@ -165,6 +172,33 @@ class Laplace(Memory):
             return self._pass(forward, around).run(
                 batches, examples=examples, limit=limit, progress=progress, checkpoint=checkpoint
             )
+
+    def add_probe(self, batches: Iterable[Any], *, forward: Forward | None = None) -> None:
+        """Keep these inputs, with the outputs that the model gives now, for `drift` to be measured on.
+
+        Inputs that were not among those that were consolidated say most: repair removes just what these can see.
+
+        Args:
+            batches: The data. Their inputs will be in the memory's file, their targets not (but with `forward`).
+            forward: As for `consolidate`.
+
+        Raises:
+            LimpetError: Where the model has moved since the last consolidation.
+        """
+        from limpet.forgetting.probe import Probe
+
+        self._refuse_inside_protect()
+        self._refuse_spread("add_probe")
+        if float(self.forecast().quadratic) > 0:
+            raise LimpetError(
+                "the model has moved since it was consolidated, and a probe remembers what it said before: add it "
+                "right after memory.consolidate(...)"
+            )
+        held = {name for one in self.posterior.held.values() for name in one.block.parameters}
+        probe = Probe.record(
+            self.model, list(batches), self.likelihood, forward, held=held, seed=self.seed + self.tasks
+        )
+        self.probes = (*self.probes, probe)
 
     def _surroundings(
         self, batches: Iterable[Any], examples: int | None, limit: int | None, forward: Forward | None

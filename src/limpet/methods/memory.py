@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from limpet.calibration import History
 from limpet.curvature import Block, Forward, Structure, discover, unwrapped
-from limpet.errors import LimpetError, UnsupportedError, finite_number, positive_whole
+from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, finite_number, positive_whole, warn
 from limpet.likelihoods import Likelihood, resolve
 from limpet.methods.checks import check_model, excluded_names, say_what_is_not_protected
 from limpet.methods.kept import Kept
@@ -24,9 +24,15 @@ from limpet.spread import refuse_spread
 if TYPE_CHECKING:  # what a memory can do is imported when it is asked for: importing limpet takes hardly any time
     from limpet.budget import Budget
     from limpet.forecast import Forecast
+    from limpet.forgetting.drift import Drift
     from limpet.linearised import OutputDistribution
     from limpet.protect import Protection, StepObserver
     from limpet.report import Report
+
+NO_PROBE = (
+    "this memory has no probe to measure drift on, which is kept only where it is asked for: consolidate with "
+    "probe=100 (it keeps so many inputs), or for a language model with limpet consolidate --self-samples"
+)
 
 MAX_SIDE = 4096
 """The longest side of a block whose factor is kept whole."""
@@ -67,6 +73,7 @@ class Memory(Kept):
         self.tasks = 0
         self.unused = frozenset()
         self.history = History()
+        self.probes = ()
         self._direct = set()
         self._protection: Protection | None = None
         self._proximal_state = self._resume = None
@@ -100,7 +107,7 @@ class Memory(Kept):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors that the memory holds."""
-        return self.posterior.nbytes
+        return self.posterior.nbytes + sum(probe.nbytes for probe in self.probes)
 
     @abstractmethod
     def consolidate(
@@ -112,6 +119,7 @@ class Memory(Kept):
         forward: Forward | None = None,
         progress: bool = True,
         checkpoint: str | Path | None = None,
+        probe: int | None = None,
     ) -> None:
         """Take the task in: after this, mean and precision know it."""
 
@@ -228,6 +236,61 @@ class Memory(Kept):
         from limpet.forecast import forecast
 
         return forecast(self.posterior, self.examples, self.history)
+
+    def drift(
+        self, *, forward: Forward | None = None, reference: nn.Module | None = None, blocks: bool = False
+    ) -> Drift:
+        """How far the model's answers are from those before: KL(before || now), measured on the memory's probe.
+
+        Unlike `forecast` it predicts nothing: it takes the forward passes over the probe, and no approximation of the
+        curvature enters it.
+
+        Args:
+            forward: What was given to `consolidate`, where the model is not called on the batches as they are.
+            reference: The model before, where you have it: its outputs are then computed rather than remembered,
+                which for a large vocabulary leaves out the error of remembering some labels only.
+            blocks: Also find out which blocks carry the drift, by one backward pass over the probe.
+
+        Returns:
+            The drift in nats per example (or predicted token), with its standard error.
+
+        Raises:
+            LimpetError: Where the memory has no probe.
+
+        >>> import limpet
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Linear(3, 2)
+        >>> memory = limpet.OnlineLaplace(model)
+        >>> memory.consolidate([(torch.randn(200, 3), torch.randint(0, 2, (200,)))], probe=100)
+        >>> print(memory.drift())
+        0 +- 0 nats
+        >>> with torch.no_grad():
+        ...     model.weight += torch.tensor([[0.5], [-0.5]])
+        >>> print(memory.drift(blocks=True))
+        0.247... +- 0.0... nats (most in model 0.247...)
+        """
+        from limpet.forgetting import drift
+
+        self._refuse_spread("drift")
+        if not self.probes:
+            raise LimpetError(NO_PROBE)
+        changed = sorted({name for probe in self.probes for name in probe.changed_outside(self.model)})
+        if changed and forward is None:
+            warn(
+                f"{len(changed)} parameters that the memory does not hold (such as {changed[0]}) are not what they "
+                "were, and they are part of this drift; where it is a new head, compare through the old one: "
+                "drift(forward=lambda model, batch: ...)",
+                LimpetWarning,
+            )
+        shares = drift.shares(self.posterior, self.probes, self.likelihood, forward) if blocks else None
+        if reference is None:
+            found = drift.measured_drift(self.model, self.probes, self.likelihood, forward)
+        else:
+            batches = [batch for probe in self.probes for batch in probe.batches]
+            found = drift.exact_drift(self.model, unwrapped(reference), batches, self.likelihood, forward)
+        if shares is not None:
+            found.blocks = {name: share * float(found) for name, share in shares.items()}
+        return found
 
     def sample_weights(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """The protected parameters, drawn from the Gaussian that the memory is."""

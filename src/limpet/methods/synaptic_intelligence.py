@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from limpet.curvature import Block, is_excluded, named_parameters
 from limpet.curvature.blocks import direct
-from limpet.errors import LimpetError, MemoryFileError
+from limpet.errors import LimpetError, MemoryFileError, UnsupportedError
 from limpet.methods.memory import MAX_SIDE, Memory
 from limpet.posterior import Held
 from limpet.precision import Diagonal, DiagonalTerm
@@ -105,12 +105,17 @@ class SynapticIntelligence(Memory):
         forward: Any = None,
         progress: bool = True,
         checkpoint: Any = None,
+        probe: int | None = None,
     ) -> None:
         """Take the task in that was just learned under `protect`.
 
         No data are needed: what the other methods take is accepted, so that one loop serves them all, and not used.
         """
         self._refuse_inside_protect()
+        if probe is not None:
+            raise UnsupportedError(
+                "Synaptic Intelligence reads no data, so it keeps no probe: use limpet.OnlineLaplace"
+            )
         watch = self._watch
         if watch is None or not watch.steps:
             raise LimpetError(

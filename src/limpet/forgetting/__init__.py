@@ -1,0 +1,1 @@
+"""What training has cost the old data, measured, and how to undo it."""

@@ -1,0 +1,169 @@
+"""Drift: how far a model's answers are from those before, measured by forward passes alone.
+
+    drift = mean over examples (or predicted tokens) of KL(before || now)
+
+It is not predicted from weights, so no approximation of the curvature enters it, and nothing that was done to the
+weights can blind it. It has no first-order term: it is zero for the model before, and never below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from limpet.curvature import Forward, call, prepared, trainable, untouched
+from limpet.forgetting.probe import Probe
+from limpet.likelihoods import Likelihood
+from limpet.posterior import Posterior
+
+
+class Drift(float):
+    """KL(before || now) in nats per example or predicted token, with what is known about it.
+
+    Attributes:
+        standard_error: Of the mean, with examples (whole sequences) as the units that were drawn.
+        examples: How many there were.
+        blocks: Each block's share, where it was asked for.
+    """
+
+    standard_error: float
+    examples: int
+    blocks: dict[str, float]
+
+    def __new__(cls, sums: Sequence[float], counts: Sequence[float], blocks: dict[str, float] | None = None) -> Drift:
+        """From the sum of KL over each example, and how many predictions it has."""
+        total = sum(counts)
+        mean = sum(sums) / total if total else 0.0
+        drift = super().__new__(cls, mean)
+        n = len(sums)
+        squares = sum((s - mean * c) ** 2 for s, c in zip(sums, counts, strict=True))
+        drift.standard_error = math.sqrt(squares * n / (n - 1)) / total if n > 1 and total else math.nan
+        drift.examples, drift.blocks = n, blocks or {}
+        return drift
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """For copies: the attributes come after it, as they are."""
+        return [float(self)], [1.0], {}
+
+    def __str__(self) -> str:
+        worst = sorted(self.blocks.items(), key=lambda item: -item[1])[:3]
+        named = ", ".join(f"{name} {value:.3g}" for name, value in worst)
+        return f"{float(self):.4g} +- {self.standard_error:.2g} nats" + (f" (most in {named})" if named else "")
+
+
+def measured_drift(
+    model: nn.Module, probes: Iterable[Probe], likelihood: Likelihood, forward: Forward | None = None
+) -> Drift:
+    """How far a model is from what its probes remember.
+
+    Args:
+        model: The model, which is left as it was.
+        probes: Inputs with summaries of the outputs before.
+        likelihood: What the outputs mean.
+        forward: As it was when the probes were made.
+
+    Returns:
+        The drift.
+    """
+    sums, counts = _Sums(), []
+    with untouched(model), torch.no_grad():
+        for values, counted in _divergences(model, probes, likelihood, forward):
+            sums.add(values)
+            counts += counted.tolist()
+    return Drift(sums.rows, counts)
+
+
+class _Sums:
+    """Sums over each example, one after another."""
+
+    def __init__(self) -> None:
+        self.rows: list[float] = []
+
+    def add(self, values: Tensor) -> None:
+        self.rows += values.double().sum(1).tolist()
+
+
+def _divergences(
+    model: nn.Module, probes: Iterable[Probe], likelihood: Likelihood, forward: Forward | None
+) -> Iterable[tuple[Tensor, Tensor]]:
+    """For every batch, KL by example and position, and how many positions count in each example."""
+    device = next(model.parameters()).device
+    for probe in probes:
+        for batch, summary in zip(probe.batches, probe.summaries, strict=True):
+            outputs, _ = call(model, prepared(batch, device), forward)
+            found = likelihood.divergence(summary, outputs) * probe.scale
+            found = found.reshape(len(found), -1)
+            counted = summary.get("counted")
+            each = torch.full((len(found),), found.shape[1]) if counted is None else counted.flatten(1).sum(1)
+            yield found, each
+
+
+def exact_drift(
+    model: nn.Module,
+    reference: nn.Module,
+    batches: Iterable[Any],
+    likelihood: Likelihood,
+    forward: Forward | None = None,
+) -> Drift:
+    """KL(reference || model) over all classes, by forward passes of both models.
+
+    Args:
+        model: The model as it is now.
+        reference: The model before.
+        batches: Inputs.
+        likelihood: What the outputs mean.
+        forward: As for `memory.consolidate`.
+
+    Returns:
+        The drift.
+    """
+    sums, counts = _Sums(), []
+    devices = [next(one.parameters()).device for one in (reference, model)]
+    with untouched(model), untouched(reference), torch.no_grad():
+        for batch in batches:
+            outputs, targets = call(reference, prepared(batch, devices[0]), forward)
+            probe = Probe([batch], [likelihood.summary(outputs, targets)])
+            for values, counted in _divergences(model, [probe], likelihood, forward):
+                sums.add(values)
+                counts += counted.tolist()
+    return Drift(sums.rows, counts)
+
+
+def shares(
+    posterior: Posterior, probes: Sequence[Probe], likelihood: Likelihood, forward: Forward | None = None
+) -> dict[str, float]:
+    """Which blocks carry the drift: for each, gradient of the drift times displacement, as a share of the whole.
+
+    For a quadratic these add up to the drift, with what two blocks do together divided evenly between them. It takes
+    one backward pass over the probes, and needs no curvature.
+
+    Args:
+        posterior: What the memory knows: the weights before.
+        probes: Inputs with summaries of the outputs before.
+        likelihood: What the outputs mean.
+        forward: As it was when the probes were made.
+
+    Returns:
+        A number for every block that the memory knows, which add up to 1 where there is any drift.
+    """
+    model, parameters = posterior.model, posterior.parameters()
+    names = [name for held in posterior.held.values() if held.tasks for name in held.block.parameters]
+    wanted = [parameters[name] for name in names]
+    gradients: dict[str, Tensor] = {}
+    with untouched(model), trainable(wanted), torch.enable_grad():
+        for values, _ in _divergences(model, probes, likelihood, forward):
+            found = torch.autograd.grad(values.sum(), wanted, allow_unused=True)
+            for name, gradient in zip(names, found, strict=True):
+                if gradient is not None:
+                    gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    weights, raw = posterior.weights(), {}
+    for block, held in posterior.held.items():
+        if held.tasks:
+            moved = held.block.scatter(held.displacement(weights))
+            raw[block] = sum(float((gradients[n] * d).sum()) for n, d in moved.items() if n in gradients)
+    total = sum(raw.values())
+    return {name: value / total if total else 0.0 for name, value in raw.items()}
