@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from limpet.curvature import untouched
+from limpet.curvature.progress import Progress
 from limpet.errors import LimpetError
 from limpet.methods import OnlineLaplace
 from limpet.parallel import Shared
@@ -81,6 +83,83 @@ def _first(tokenizer: Any, some: Iterable[str], tokens: int, length: int) -> Ten
     return torch.tensor(ids[: whole * length], dtype=torch.long).reshape(whole, length)
 
 
+@torch.no_grad()
+def self_samples(
+    model: Any,
+    tokens: int,
+    *,
+    length: int = 96,
+    prefixes: Sequence[Sequence[int]] | None = None,
+    batch_size: int = 32,
+    temperature: float = 1.0,
+    seed: int = 0,
+    progress: bool = True,
+) -> Tensor:
+    """Text that a causal language model draws itself, which stands for what it knows where there are no data.
+
+    Every token is drawn from the model's own distribution, by its number in the row and the seed alone, so the same
+    text comes of any batch size. The end of a text is a token as any other, after which the next one begins.
+
+    Args:
+        model: The model, which is left as it was.
+        tokens: How many tokens to draw, prefixes not counted.
+        length: Tokens of a row, its prefix included.
+        prefixes: What rows begin with, in turns; by default the token that texts begin with.
+        batch_size: Rows that are drawn at a time, with a cache of keys and values.
+        temperature: What the logits are divided by.
+        seed: Of the draws.
+        progress: Whether there is a bar.
+
+    Returns:
+        Rows (n, length) of token numbers.
+    """
+    starts = [list(prefix) for prefix in prefixes or [[_first_token(model)]]]
+    if not all(0 < len(start) < length for start in starts):
+        raise LimpetError(f"a prefix has from 1 to {length - 1} tokens: give shorter ones, or a larger length")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be > 0, not {temperature!r}")
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        lengths.append(length - len(starts[len(lengths) % len(starts)]))
+    wanted = torch.rand(len(lengths), length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    rows = torch.zeros(len(lengths), length, dtype=torch.long)
+    bar = Progress(sum(lengths), show=progress, label="limpet: samples", unit="tokens")
+    try:
+        with untouched(model):
+            for size in sorted(set(lengths)):  # rows whose prefixes are of one length go together
+                same = [i for i, one in enumerate(lengths) if one == size]
+                for begin in range(0, len(same), batch_size):
+                    some = same[begin : begin + batch_size]
+                    prefix = torch.tensor([starts[i % len(starts)] for i in some])
+                    rows[some] = _continued(model, prefix, wanted[some], temperature, bar)
+    finally:
+        bar.close()
+    return rows
+
+
+def _first_token(model: Any) -> int:
+    for name in ("bos_token_id", "eos_token_id"):
+        found = getattr(model.config, name, None)
+        if isinstance(found, int):
+            return found
+    raise LimpetError("the model does not say what token a text begins with: give prefixes")
+
+
+def _continued(model: Any, prefix: Tensor, wanted: Tensor, temperature: float, bar: Progress) -> Tensor:
+    """The prefixes with what the model draws after them; `wanted` are uniform numbers for every place."""
+    device = next(model.parameters()).device
+    row, cache, given = prefix, None, prefix
+    while row.shape[1] < wanted.shape[1]:
+        told = model(input_ids=given.to(device), past_key_values=cache, use_cache=True)
+        cache = told.past_key_values
+        cumulative = (told.logits[:, -1].double().cpu() / temperature).softmax(-1).cumsum(-1)
+        place = wanted[:, row.shape[1], None] * cumulative[:, -1:]
+        given = torch.searchsorted(cumulative, place).clamp_max(cumulative.shape[1] - 1)
+        row = torch.cat([row, given], 1)
+        bar.update(len(row))
+    return row
+
+
 def vocabulary(model: Any) -> list[nn.Module]:
     """The layers that go from and to tokens: by far the largest, and the last that fine-tuning changes."""
     layers = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -93,16 +172,28 @@ def remember(
     *,
     with_vocabulary: bool = False,
     checkpoint: Path | None = None,
+    probe: Sequence[Tensor] = (),
     progress: bool = True,
     **settings: Any,
 ) -> OnlineLaplace:
     """The memory of a causal language model as it is, whose weights are the mean before and after.
 
-    `settings` are those of `OnlineLaplace`. On many ranks each takes its turn with the batches, which are the same on
-    all of them.
+    Args:
+        model: The model.
+        batches: Token numbers (rows, length); on many ranks the same on all, and each takes its turn with them.
+        with_vocabulary: Whether the layers from and to tokens are held, too.
+        checkpoint: As for `memory.consolidate`.
+        probe: Further rows to measure drift on, best such as are not among the batches.
+        progress: Whether there is a bar.
+        **settings: Those of `limpet.OnlineLaplace`.
+
+    Returns:
+        The memory.
     """
     exclude = [] if with_vocabulary else vocabulary(model)
     memory = OnlineLaplace(model, **{"strength": "auto", "prior_mean": "initial", "exclude": exclude, **settings})
     every = Shared([{"input_ids": batch} for batch in batches])
     memory.consolidate(every, checkpoint=checkpoint, progress=progress)
+    if len(probe):
+        memory.add_probe([{"input_ids": batch} for batch in probe])
     return memory

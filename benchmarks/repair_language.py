@@ -1,0 +1,233 @@
+"""Fine-tune a language model as usual, then repair it: how much drift is undone, and for how much of the new text?
+
+    python benchmarks/repair_language.py train  --model M --new C.html --kind lora --seed 0
+    python benchmarks/repair_language.py memory --model M --source self
+    python benchmarks/repair_language.py repair --model M --new C.html --old A.txt B.csv --kind lora --seed 0
+    python benchmarks/repair_language.py draw
+
+The model learns the new text by LoRA on all linear layers (kind "lora"), or by all weights but the vocabulary matrix
+(kind "full"), with AdamW and nothing that protects it. Adapters and checkpoints are written in the formats of peft and
+transformers. A memory is made of the model's own samples (source "self") or of old text (source "text"). Then the model
+is repaired, at several strengths, and beside that its update is scaled. Losses are in nats per token on held-out
+pieces, drift is KL(before || after) per token on samples that no memory has seen. A point is kept when it is measured,
+so a command that was stopped goes on with the next one.
+
+M is a folder or a name on the hub; texts are .txt, .html (without its tags), or .csv (its column "text").
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from torch import Tensor
+
+import limpet
+from language import BATCH, HELD_OUT, LINEAR, MEMORY_TOKENS, NEW_BLOCKS, RANK, blocks, loss
+from limpet.forgetting.drift import exact_drift
+from limpet.language import remember, self_samples
+from versions import versions
+
+RESULTS = Path(__file__).parents[1] / "results" / "repair"
+SAMPLE_LENGTH = 64
+SAMPLES = {"probe": (60, 1), "test": (60, 2), "memory": (MEMORY_TOKENS // (SAMPLE_LENGTH - 1), 0)}  # rows, seed
+CURVATURE_TOKENS = 7_500  # of which a fifth is held out
+STRENGTHS = (0.3, 1.0, 2.0, 3.0, 10.0)
+SCALED = ((0.3, 0.85), (1.0, 0.85), (3.0, 0.85))
+SCALES = (0.85, 0.7, 0.55, 0.4, 0.25)
+TOLERANCE, BUDGETS = 0.02, (0.3, 0.15, 0.08)
+
+STEPS = {"lora": 300, "full": 100}
+RATES = {"lora": 2e-3, "full": 1e-4}
+
+
+def fresh(source: str) -> Any:
+    """The model as it was published."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model.config.use_cache = False
+    return model
+
+
+def train(options: argparse.Namespace) -> None:
+    """Fine-tune, and write the adapter or the checkpoint with a record of the run beside it."""
+    folder: Path = options.work / f"{options.kind}-{options.seed}"
+    if (folder / "run.json").exists():
+        return
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+    text = blocks(tokenizer, options.new, NEW_BLOCKS + HELD_OUT, seed=1)
+    new_test, new = text[:HELD_OUT], text[HELD_OUT:]
+    torch.manual_seed(options.seed)
+    model = fresh(options.model)
+    if options.kind == "lora":
+        trained: Any = peft.get_peft_model(
+            model, peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=LINEAR, task_type="CAUSAL_LM")
+        )
+    else:
+        trained = model
+        model.get_input_embeddings().requires_grad_(False)
+    steps = STEPS[options.kind]
+    parameters = [p for p in trained.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=RATES[options.kind], weight_decay=0.0)
+    rate = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / steps) + 0.02
+    )
+    generator = torch.Generator().manual_seed(2 + options.seed)
+    before, begin = loss(trained, new_test), time.perf_counter()
+    trained.train()
+    for step in range(steps):
+        rows = new[torch.randint(0, len(new), (BATCH,), generator=generator)]
+        optimizer.zero_grad()
+        found = trained(input_ids=rows, labels=rows).loss
+        torch.autograd.backward(found)
+        optimizer.step()
+        rate.step()
+        if step % 20 == 0:
+            print(f"{folder.name} step {step}: {found.item():.3f}, {time.perf_counter() - begin:.0f} s", flush=True)
+    seconds = time.perf_counter() - begin
+    trained.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    record = {
+        "kind": options.kind,
+        "seed": options.seed,
+        "steps": steps,
+        "learning_rate": RATES[options.kind],
+        "new_before": before,
+        "new_tuned": loss(trained, new_test),
+        "seconds": round(seconds),
+        "versions": versions("transformers", "peft"),
+    }
+    (folder / "run.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(record, flush=True)
+
+
+def samples(options: argparse.Namespace, which: str) -> Tensor:
+    """The model's own samples, drawn once and kept."""
+    rows, seed = SAMPLES[which]
+    path = options.work / f"samples-{which}.json"
+    if not path.exists():
+        drawn = self_samples(fresh(options.model), rows * (SAMPLE_LENGTH - 1), length=SAMPLE_LENGTH, seed=seed)
+        path.write_text(json.dumps(drawn.tolist()))
+    return torch.tensor(json.loads(path.read_text()))
+
+
+def remembered(options: argparse.Namespace) -> None:
+    """Make a memory, with a probe of the model's samples."""
+    path = options.work / f"memory-{options.source}.safetensors"
+    if path.exists():
+        return
+    if options.source == "self":
+        rows = samples(options, "memory")
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+        rows = blocks(tokenizer, options.old, MEMORY_TOKENS // (SAMPLE_LENGTH - 1) + HELD_OUT, seed=0)[HELD_OUT:]
+    probe = torch.split(samples(options, "probe"), BATCH)
+    model, begin = fresh(options.model), time.perf_counter()
+    model.get_input_embeddings().requires_grad_(False)
+    memory = remember(model, torch.split(rows, BATCH), probe=probe, strength=1.0, checkpoint=path.with_suffix(".pass"))
+    memory.save(path)
+    print(f"{path}: {memory.examples} tokens, {time.perf_counter() - begin:.0f} s, {memory.nbytes / 1e9:.2f} GB")
+
+
+class Bench:
+    """A tuned model, what it is measured on, and where the points go."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+        text = blocks(tokenizer, options.new, NEW_BLOCKS + HELD_OUT, seed=1)
+        self.new_test, self.new = text[:HELD_OUT], text[HELD_OUT:]
+        self.old_test = blocks(tokenizer, options.old, HELD_OUT, seed=0)
+        self.test = [{"input_ids": part} for part in torch.split(samples(options, "test"), BATCH)]
+        self.before = fresh(options.model)
+        folder = options.work / f"{options.kind}-{options.seed}"
+        self.model: Any = fresh(options.model if options.kind == "lora" else str(folder))
+        if options.kind == "lora":
+            self.model = peft.PeftModel.from_pretrained(self.model, folder)
+        self.path = RESULTS / "language.jsonl"
+        kept = self.path.read_text().splitlines() if self.path.exists() else []
+        self.done = {_key(json.loads(line)) for line in kept}
+
+    def point(self, what: str, at: float, scale: float = 1.0, **facts: Any) -> None:
+        """Measure where the model is now, and keep it."""
+        options = self.options
+        found: dict[str, Any] = {"kind": options.kind, "seed": options.seed, "source": options.source, "what": what}
+        found |= {"at": at, "scale": scale, **facts}
+        found["new"], found["old"] = loss(self.model, self.new_test), loss(self.model, self.old_test)
+        drift = exact_drift(self.model, self.before, self.test, limpet.Categorical())
+        found |= {"drift": float(drift), "drift_error": drift.standard_error}
+        found["versions"] = versions("transformers", "peft")
+        print({k: round(v, 4) if isinstance(v, float) else v for k, v in found.items() if k != "versions"}, flush=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+
+    def run(self) -> None:
+        """All points of one tuned model that are not there yet."""
+        options = self.options
+        first = options.source == "self"  # what needs no memory is measured once
+        if first:
+            self._point("tuned", 0.0)
+        memory = limpet.load(options.work / f"memory-{options.source}.safetensors", self.model)
+        rows = self.new[: CURVATURE_TOKENS // (SAMPLE_LENGTH - 1)]
+        batches = [{"input_ids": part} for part in torch.split(rows, BATCH)]
+        tokens = self.new[:, 1:].numel()
+        begin = time.perf_counter()
+        repair = limpet.repair(self.model, memory, batches, examples=tokens, tolerance=TOLERANCE)
+        seconds = round(time.perf_counter() - begin)
+        self._point("tolerance", TOLERANCE, seconds=seconds, strength=repair.strength)
+        for strength in STRENGTHS:
+            self._point("repair", strength, move=lambda s=strength: repair.at(s))
+        for strength, scale in SCALED:
+            self._point("repair", strength, scale, move=lambda s=strength, c=scale: repair.at(s, c))
+        if not first:
+            return
+        for scale in SCALES:
+            self._point("scale", scale, move=lambda c=scale: repair.at(0.0, c))
+        for budget in BUDGETS:
+            self._point("budget", budget, move=lambda b=budget: repair.undo().within_budget(b))
+        repair.undo()
+
+    def _point(self, what: str, at: float, scale: float = 1.0, move: Any = None, **facts: Any) -> None:
+        options = self.options
+        if (options.kind, options.seed, options.source, what, at, scale) in self.done:
+            return
+        moved = None if move is None else move()
+        if moved is not None:
+            facts |= {"strength": moved.strength}
+        self.point(what, at, scale, **facts)
+
+
+def _key(found: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(found[name] for name in ("kind", "seed", "source", "what", "at", "scale"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=["train", "memory", "repair"])
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--new", type=Path, nargs="+", default=[])
+    parser.add_argument("--old", type=Path, nargs="+", default=[])
+    parser.add_argument("--work", type=Path, default=Path("repair"), help="where models and memories are kept")
+    parser.add_argument("--source", choices=["self", "text"], default="self")
+    parser.add_argument("--kind", choices=list(STEPS), default="lora")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    options.work.mkdir(parents=True, exist_ok=True)
+    if options.stage == "train":
+        train(options)
+    elif options.stage == "memory":
+        remembered(options)
+    else:
+        Bench(options).run()
+
+
+if __name__ == "__main__":
+    main()

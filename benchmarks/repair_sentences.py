@@ -1,0 +1,172 @@
+"""Fine-tune a sentence encoder for a second task as usual, then repair it: is the first task back, and at what price?
+
+    python benchmarks/repair_sentences.py --model M --reviews R.csv      # every run that is not there yet
+    python benchmarks/repair_sentences.py --draw                         # the tables, from what was kept
+
+The encoder learns whether a short review is a good one; a memory is made of a part of those reviews. Then it learns,
+with a new head and nothing that protects it, whether the words of a text are in their order: all weights train, by
+AdamW, at a rate at which much is forgotten and at one at which nearly all is. `limpet.repair` follows, and beside it
+scaling the update (WiSE-FT). A run is kept when it ends, so a command that was stopped goes on with the next one.
+M is a folder or a name on the hub; R has the columns text, label and source ("imdb" or "rotten_tomatoes").
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import limpet
+from sentences import TASKS, Batch, texts
+from versions import versions
+
+RESULTS = Path(__file__).parents[1] / "results" / "repair" / "sentences.jsonl"
+OLD, NEW = TASKS[1], TASKS[2]
+TRAIN, TEST = {OLD: 800, NEW: 480}, {OLD: 300, NEW: 200}
+LENGTH, BATCH, EPOCHS, OLD_LR = 48, 16, 2, 1e-4
+MEASURED = 200  # examples of a task that its curvature is measured on
+RATES = {"1e-4": (1e-4, 60), "2e-4": (2e-4, 30)}  # learning rate and steps of the second task
+STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+SCALES = (0.8, 0.6, 0.4, 0.2)
+TOLERANCES = (0.01, 0.02, 0.05)
+
+
+class Experiment:
+    """The encoder, the two tasks as batches, and the encoder that has learned the first."""
+
+    def __init__(self, model: str, reviews: Path, seed: int) -> None:
+        self.seed = seed
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+        size = max(TRAIN[name] + TEST[name] for name in TRAIN)
+        found = texts(reviews, 2 * size, seed)
+        # the texts of the second task are not those of the first
+        halves = {OLD: found[OLD][:size], NEW: found[NEW][size:]}
+        self.test = {name: self._batches(halves[name][: TEST[name]]) for name in TRAIN}
+        self.train = {name: self._batches(halves[name][TEST[name] : TEST[name] + TRAIN[name]]) for name in TRAIN}
+        torch.manual_seed(seed)
+        self.model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(model, num_labels=2)
+
+    def _batches(self, pairs: list[tuple[str, int]]) -> list[Batch]:
+        batches = []
+        for start in range(0, len(pairs), BATCH):
+            some = pairs[start : start + BATCH]
+            told = self.tokenizer(
+                [text for text, _ in some], truncation=True, max_length=LENGTH, padding=True, return_tensors="pt"
+            )
+            batches.append({**told, "labels": torch.tensor([label for _, label in some])})
+        return batches
+
+    def fit(self, model: Any, name: str, lr: float, steps: int) -> None:
+        """So many steps of AdamW with a linear decay."""
+        model.train()
+        generator = torch.Generator().manual_seed(self.seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+        order: list[int] = []
+        for _ in range(steps):
+            order = order or torch.randperm(len(self.train[name]), generator=generator).tolist()
+            optimizer.zero_grad()
+            torch.autograd.backward(model(**self.train[name][order.pop()]).loss)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            rate.step()
+
+    def learned(self) -> tuple[nn.Module, limpet.Memory]:
+        """Learn the first task and make the memory of it; gives its head."""
+        self.fit(self.model, OLD, OLD_LR, EPOCHS * len(self.train[OLD]))
+        memory = limpet.OnlineLaplace(self.model, prior_mean="initial", exclude=["classifier"])
+        memory.consolidate(self.train[OLD], limit=MEASURED, progress=False)
+        return copy.deepcopy(self.model.classifier), memory
+
+    @torch.no_grad()
+    def scores(self, name: str, head: nn.Module) -> tuple[float, float]:
+        """Accuracy in per cent, and the mean loss, with a task's own head."""
+        self.model.eval()
+        kept, self.model.classifier = self.model.classifier, head
+        right, total, count = 0, 0.0, 0
+        for batch in self.test[name]:
+            logits: Tensor = self.model(**{k: v for k, v in batch.items() if k != "labels"}).logits
+            right += int((logits.argmax(1) == batch["labels"]).sum())
+            total += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
+            count += len(batch["labels"])
+        self.model.classifier = kept
+        return round(100 * right / count, 2), round(total / count, 4)
+
+
+def run(options: argparse.Namespace, seed: int, record: Any) -> None:
+    """All runs of one seed; each point goes to `record` as a dictionary."""
+    experiment = Experiment(options.model, options.reviews, seed)
+    head, memory = experiment.learned()
+    model = experiment.model
+    start = copy.deepcopy(model.state_dict())
+    before = experiment.scores(OLD, head)
+    for rate, (lr, steps) in RATES.items():
+        model.load_state_dict(start)
+        torch.manual_seed(1000 + seed)
+        model.classifier = nn.Linear(model.config.hidden_size, 2)
+        experiment.fit(model, NEW, lr, steps)
+
+        def keep(kind: str, at: float, seconds: float = 0.0, rate: str = rate) -> None:
+            new, old = experiment.scores(NEW, model.classifier), experiment.scores(OLD, head)
+            point = {"seed": seed, "rate": rate, "kind": kind, "at": at, "new": new, "old": old, "before": before}
+            record(point | {"seconds": round(seconds, 1), "versions": versions("transformers")})
+
+        keep("tuned", 0.0)
+        begin = time.perf_counter()
+        repair = limpet.repair(model, memory, experiment.train[NEW], limit=MEASURED, strength=0.0, progress=False)
+        took = time.perf_counter() - begin
+        for strength in STRENGTHS:
+            repair.at(strength)
+            keep("repair", strength, took)
+        for scale in SCALES:
+            repair.at(0.0, scale)
+            keep("scale", scale)
+        repair.undo()
+        for tolerance in TOLERANCES:
+            repair = limpet.repair(
+                model, memory, experiment.train[NEW], limit=MEASURED, tolerance=tolerance, progress=False
+            )
+            keep("tolerance", tolerance)
+            repair.undo()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
+    parser.add_argument("--reviews", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+
+    def record(point: dict[str, Any]) -> None:
+        print(
+            point["seed"],
+            point["rate"],
+            point["kind"],
+            point["at"],
+            "new",
+            point["new"],
+            "old",
+            point["old"],
+            flush=True,
+        )
+        with options.out.open("a") as file:
+            file.write(json.dumps(point) + "\n")
+
+    for seed in options.seeds:
+        run(options, seed, record)
+
+
+if __name__ == "__main__":
+    main()
