@@ -83,6 +83,10 @@ ALL = [
     ("per-task-laplace", "diagonal", {"memory": {"mode": "gradient", "strength": 0.1}}),
     ("approximate-laplace", "kronecker", {"memory": {"limit": 50}}),
     ("online-laplace", "kronecker", {"memory": {"budget": 0.02}}),
+    ("repair", "kronecker", {"training": {"optimizer": "adam", "lr": 0.01}}),
+    ("repair", "diagonal", {"experiment": "test-headed"}),
+    ("repair-rounds", "kronecker", {"memory": {"limit": 50, "repair": 3.0}}),
+    ("protect-repair", "kronecker", {}),
     ("si", None, {"training": {"optimizer": "adam", "lr": 0.01}}),
     (
         "si",
@@ -93,6 +97,9 @@ ALL = [
         },
     ),
 ]
+
+
+NO_MEMORY = ("fine-tuning", "joint", "one-network-per-task")
 
 
 def timeless(record: Record) -> dict[str, Any]:
@@ -122,7 +129,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
     assert timeless(stopped) == timeless(whole)
     first, second = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "stopped")
     assert first.model.read_bytes() == second.model.read_bytes()
-    assert first.memory.exists() == second.memory.exists() == (method.endswith("laplace") or method == "si")
+    assert first.memory.exists() == second.memory.exists() == (method not in NO_MEMORY)
     if first.memory.exists():
         assert first.memory.read_bytes() == second.memory.read_bytes()
     assert not second.checkpoint.exists()

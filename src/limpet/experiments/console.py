@@ -27,6 +27,8 @@ def show_inspection(console: Console, found: Inspection) -> None:
         f"{settings['examples']:,} examples, {found.nbytes / 1e6:.2f} MB, made by limpet {found.library}",
         highlight=False,
     )
+    if settings.get("probes"):
+        console.print("it holds a probe: inputs, with the outputs of the model before", highlight=False)
     shape, tasks, nbytes = (Column(name, no_wrap=True) for name in ("shape", "tasks", "bytes"))
     names = "block", "kind", shape, "structure", tasks, "decided by data", "at stake (nats)", nbytes
     blocks = Table(*names, box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))

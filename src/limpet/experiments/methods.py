@@ -61,6 +61,9 @@ class Method:
         """What is around the training of a task of so many examples."""
         return nullcontext()
 
+    def epoch(self, lesson: Lesson) -> None:
+        """Another epoch of a task is over, and it is not the last one."""
+
     def learned(self, lesson: Lesson, earlier: Callable[[], Iterable[Lesson]]) -> None:
         """A task is trained; `lesson` is what it was trained on, `earlier()` what the tasks before were."""
 
@@ -197,6 +200,68 @@ class ApproximateLaplace(Laplace):
     """All curvature measured anew after every task, which needs the old data."""
 
     kind = limpet.ApproximateLaplace
+
+
+@METHODS.register("repair")
+class Repair(Laplace):
+    """Plain training, and one repair after every task; `memory.repair` is its strength."""
+
+    kind = limpet.OnlineLaplace
+    memory: limpet.OnlineLaplace
+
+    def hold(self, optimizer: torch.optim.Optimizer, examples: int) -> AbstractContextManager[Any]:
+        """Nothing holds."""
+        return nullcontext()
+
+    def glance(self) -> Glance:
+        """The memory's forecast: there is no penalty."""
+        if not self.memory.tasks:
+            return Glance()
+        forecast = self.memory.forecast()
+        return Glance(float(forecast), forecast.blocks)
+
+    def learned(self, lesson: Lesson, earlier: Callable[[], Iterable[Lesson]]) -> None:
+        """`limpet.repair`, then `memory.consolidate`."""
+        self._repair(lesson)
+        super().learned(lesson, earlier)
+
+    def _repair(self, lesson: Lesson) -> None:
+        if not self.memory.tasks:
+            return
+        options = self.recipe.memory
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotProtectedWarning)  # heads of other tasks go unused
+            limpet.repair(
+                self.model,
+                self.memory,
+                Shuffled(lesson, self.recipe.seed),
+                strength=options.repair,
+                limit=options.limit,
+                forward=_forward,
+                progress=False,
+            )
+
+
+@METHODS.register("repair-rounds")
+class RepairRounds(Repair):
+    """Plain training with a repair after every epoch, so that no displacement gets large."""
+
+    def epoch(self, lesson: Lesson) -> None:
+        """`limpet.repair`."""
+        self._repair(lesson)
+
+
+@METHODS.register("protect-repair")
+class ProtectRepair(Repair):
+    """Protection while a task is learned (`memory.strength`), and a repair after it (`memory.repair`)."""
+
+    def hold(self, optimizer: torch.optim.Optimizer, examples: int) -> AbstractContextManager[Any]:
+        """`memory.protect`."""
+        return WithMemory.hold(self, optimizer, examples)
+
+    def glance(self) -> Glance:
+        """The memory's forecast and penalty."""
+        return WithMemory.glance(self)
 
 
 @METHODS.register("si")

@@ -81,9 +81,10 @@ class Training(Part):
 
 class Holding(Part):
     """What a memory is given: its strength (c for Synaptic Intelligence) or a budget, what each task may cost the older
-    ones in nats per example, and how it measures and holds.
+    ones in nats per example, and how it measures and holds; and the strength of repairs, for methods that have them.
     """
 
+    repair: float = Field(1.0, ge=0)
     strength: Annotated[float, Field(ge=0)] | Literal["auto"] = 1.0
     budget: float | None = Field(None, gt=0)
     prior_precision: float = Field(1.0, ge=0)

@@ -165,6 +165,9 @@ class Run:
                 updated = partial(self.watcher.updated, number, epoch, method=self.method)
                 with self._clock("training"):
                     loss = training.epoch(updated)
+                if not training.done:
+                    with self._clock("curvature"):
+                        self.method.epoch(training.lessons[-1])
                 with self._clock("evaluation"):
                     self._look(number, training)
                 log.epoch(epoch + 1, {"loss": loss, **self.method.glance().numbers()})
