@@ -52,6 +52,8 @@ memory = limpet.load("{model}", model)  # before or after get_peft_model(model, 
 trainer = Trainer(model, args, train_dataset=data, callbacks=[MemoryCallback(memory)])
 ```
 
+A fine-tune that was made without it can be repaired afterwards, `limpet.repair(model, memory, batches)`.
+
 `memory.forecast()` estimates how much of the old loss has been given up, in nats per token;
 `MemoryCallback(memory, budget=0.05)` holds just hard enough to keep that estimate within 0.05.
 """

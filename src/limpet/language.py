@@ -83,6 +83,42 @@ def _first(tokenizer: Any, some: Iterable[str], tokens: int, length: int) -> Ten
     return torch.tensor(ids[: whole * length], dtype=torch.long).reshape(whole, length)
 
 
+def count_tokens(tokenizer: Any, sources: Sequence[str]) -> int:
+    """The tokens of local files; 0 where one of the sources is not, since nobody reads a whole data set for that."""
+    if not all(Path(source).exists() for source in sources):
+        return 0
+    every = (text for source in sources for text in texts(source))
+    return sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in every)
+
+
+def prefixes(tokenizer: Any, path: Path) -> list[list[int]]:
+    """The lines of a file as tokens: as the user's turn of a chat where the tokenizer has a template for it.
+
+    Args:
+        tokenizer: That of the model.
+        path: A text file with a prompt on every line.
+
+    Returns:
+        Token numbers for every prompt.
+    """
+    lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    if not lines:
+        raise LimpetError(f"{path} holds no prompt: give a line for each")
+    if getattr(tokenizer, "chat_template", None):
+        chats = [[{"role": "user", "content": line}] for line in lines]
+        lines = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    return [list(tokenizer(line, add_special_tokens=False)["input_ids"]) for line in lines]
+
+
+def chat_prefix(tokenizer: Any) -> list[int]:
+    """The tokens with which the first turn of a user begins in the tokenizer's chat template."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise LimpetError("the tokenizer has no chat template: leave out --chat")
+    mark = "limpet"
+    text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    return list(tokenizer(text.partition(mark)[0], add_special_tokens=False)["input_ids"])
+
+
 @torch.no_grad()
 def self_samples(
     model: Any,

@@ -1,8 +1,8 @@
-"""The command line: `limpet run`, `sweep`, `report`, `list`, `consolidate`, `inspect` and `plan`."""
+"""The command line: `limpet run`, `sweep`, `report`, `list`, `consolidate`, `repair`, `drift`, `inspect` and `plan`."""
 
 from limpet.cli.base import app, console, main
 
 # isort: split
-from limpet.cli import experiments, memories  # after `base`, which says what to install where it is missing
+from limpet.cli import experiments, memories, repair  # after `base`, which says what to install where it is missing
 
-__all__ = ["app", "console", "experiments", "main", "memories"]
+__all__ = ["app", "console", "experiments", "main", "memories", "repair"]

@@ -18,7 +18,20 @@ def consolidate_command(
     data: Annotated[
         list[str],
         typer.Option(help="Text it should keep: a file, a folder, or a set on the hub. Repeat for several."),
-    ],
+    ] = [],  # noqa: B006
+    self_samples: Annotated[
+        int | None, typer.Option(min=1, help="Instead of data: so many tokens that the model draws itself.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Samples begin with the lines of this file, in turns, as chat prompts if it can."),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Samples begin as a user's turn in the chat template.")] = False,
+    probe: Annotated[
+        int | None,
+        typer.Option(min=0, help="Sequences to measure drift on, kept in the file; 40 of its own with --self-samples."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of what the model draws.")] = 0,
     out: Annotated[Path, typer.Option("--out", "-o", help="The memory file.")] = Path("memory.safetensors"),
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens are looked at.")] = 20_000,
     length: Annotated[int, typer.Option(min=2, help="Tokens of one sequence.")] = 256,
@@ -32,9 +45,11 @@ def consolidate_command(
         str | None, typer.Option(help="Where the model runs: cpu, cuda; by default a GPU if any.")
     ] = None,
 ) -> None:
-    """Make the memory of a published language model, from text that stands for what it should keep.
+    """Make the memory of a published language model, from text that stands for what it should keep, or from its own.
 
     limpet consolidate --model HuggingFaceTB/SmolLM2-135M-Instruct --data speeches.txt -o memory.safetensors
+
+    limpet consolidate --model HuggingFaceTB/SmolLM2-135M-Instruct --self-samples 12000 -o memory.safetensors
 
     Called again after it was stopped, it goes on where it was. Beside the file it writes a section for the model card.
     On many processes (torchrun --nproc-per-node 8 -m limpet consolidate ...) each reads its part of the text.
@@ -44,24 +59,37 @@ def consolidate_command(
     from limpet.precision import STRUCTURES
     from limpet.precision.rest import DTYPES
 
-    transformers, torch = _needed("transformers"), _needed("torch")
+    needed("transformers")
+    torch = needed("torch")
+    from limpet.integrations import checkpoints
+
     _choice("--dtype", dtype, ("float32", "bfloat16"))
     _choice("--structure", structure, (None, *STRUCTURES))
     _choice("--at-rest", at_rest, (None, *DTYPES))
-    try:
-        network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        told = str(error).splitlines()[0]
-        raise LimpetError(f"{model} is no causal language model that could be read: {told}") from error
-    rows = language.rows(tokenizer, data, tokens=tokens, length=length)
+    if bool(data) == (self_samples is not None):
+        raise LimpetError("give text it should keep (--data), or let it draw its own (--self-samples 12000)")
     with parallel.launched() as first:
-        network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        network = checkpoints.read_base(model, dtype, device)
+        tokenizer = checkpoints.read_tokenizer(model)
+        held_out = (0 if self_samples is None else 40) if probe is None else probe
+        if self_samples is None:
+            rows = language.rows(tokenizer, data, tokens=tokens + held_out * length, length=length)
+            source = ", ".join(Path(one).name for one in data)
+        else:
+            starts = [language.chat_prefix(tokenizer)] if chat else None
+            starts = starts if prompts is None else language.prefixes(tokenizer, prompts)
+            wanted = self_samples + held_out * (length - 1)
+            rows = language.self_samples(network, wanted, length=length, prefixes=starts, seed=seed)
+            source = "its own samples"
+        rows, kept = rows[held_out:], rows[:held_out]
+        if not len(rows):
+            raise LimpetError(f"all {len(kept)} sequences are for the probe: give more text, or a smaller --probe")
         if first:
-            console.print(f"{len(rows)} sequences of {length} tokens from {', '.join(data)}", highlight=False)
+            console.print(f"{len(rows)} sequences of {length} tokens from {source}", highlight=False)
         memory = language.remember(
             network,
             torch.split(rows, batch_size),
+            probe=torch.split(kept, batch_size) if held_out else (),
             with_vocabulary=with_vocabulary,
             checkpoint=out.with_suffix(".pass"),
             structure=structure or "kronecker",
@@ -72,7 +100,7 @@ def consolidate_command(
             return
         memory.save(out)
     page = out.with_suffix(".md")
-    page.write_text(hub.card(memory, model, ", ".join(Path(source).name for source in data)))
+    page.write_text(hub.card(memory, model, source))
     console.print(f"{out}: {memory.nbytes / 1e6:.1f} MB; a section for the model card is in {page}", highlight=False)
 
 
@@ -81,7 +109,8 @@ def _choice(option: str, value: str | None, allowed: Collection[str | None]) -> 
         raise LimpetError(f"{option} is one of {', '.join(one for one in allowed if one)}, not {value!r}")
 
 
-def _needed(name: str) -> Any:
+def needed(name: str) -> Any:
+    """A package of an extra, or a line that says what to install."""
     import importlib
 
     try:

@@ -8,7 +8,7 @@ trainer.train()
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,16 @@ from limpet import store
 from limpet.curvature import unwrapped
 from limpet.curvature.batches import is_causal
 from limpet.errors import LimpetError
+from limpet.forgetting.repair import Repair
 from limpet.hub import FILE
 from limpet.integrations.holding import Holding
 from limpet.loading import load
 from limpet.methods import Memory
+from limpet.methods.repair import repair
 
 IGNORED = -100
+MEASURED = 10_000
+"""Examples (or tokens) that a repair measures curvature on, where nobody says how many."""
 
 
 class MemoryCallback(TrainerCallback):
@@ -35,6 +39,10 @@ class MemoryCallback(TrainerCallback):
     `memory.protect`. Every checkpoint of the Trainer holds the memory too, and `resume_from_checkpoint` goes on with
     it. With `consolidate=True` the task is taken in at the end (of at most `limit` examples or tokens), and the memory
     that knows it is written beside the model.
+
+    With `repair=True` (or a dictionary of options of `limpet.repair`, such as {"tolerance": 0.02}) training goes as
+    usual, with nothing that protects, and is repaired at its end; forecast, loss and drift before and after go into the
+    log, and `callback.repaired` can undo it. `protect=True` asks for both.
     """
 
     def __init__(
@@ -47,8 +55,14 @@ class MemoryCallback(TrainerCallback):
         every: int = 1,
         consolidate: bool = False,
         limit: int | None = None,
+        repair: bool | Mapping[str, Any] = False,
+        protect: bool | None = None,
     ) -> None:
         self._memory = memory
+        self.repair: Mapping[str, Any] | None = {} if repair is True else repair or None
+        self.protect = self.repair is None if protect is None else protect
+        self.repaired: Repair | None = None
+        self._training = False
         self.examples, self.budget, self.mode, self.every = examples, budget, mode, every
         self.consolidate, self.limit = consolidate, limit
         self._holding: Holding | None = None
@@ -72,9 +86,11 @@ class MemoryCallback(TrainerCallback):
         kept = _checkpoint(args, state) / FILE
         if state.global_step and kept.exists():
             self.memory.load_state_dict(store.read(kept))
-        examples = predicted(model, kwargs["train_dataloader"]) if self.examples is None else self.examples
-        options = {"mode": self.mode, "every": self.every, "budget": self.budget}
-        self._holding = Holding(self.memory, optimizer, examples=examples, **options)
+        self._count = predicted(model, kwargs["train_dataloader"]) if self.examples is None else self.examples
+        self._training = True
+        if self.protect:
+            options = {"mode": self.mode, "every": self.every, "budget": self.budget}
+            self._holding = Holding(self.memory, optimizer, examples=self._count, **options)
 
     def on_log(
         self,
@@ -99,13 +115,29 @@ class MemoryCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Let go; take the task in if asked."""
-        holding = self._holding
+        """Let go; repair, and take the task in, if asked."""
+        training, self._training = self._training, False
         self.close(finished=True)
-        if self.consolidate and holding is not None:
-            data: Iterable[Any] = kwargs["train_dataloader"]
-            self.memory.consolidate(data, examples=holding.examples, limit=self.limit)
+        data: Iterable[Any] = kwargs["train_dataloader"]
+        if self.repair is not None and training:
+            self._repair(kwargs["model"], data, state)
+        if self.consolidate and training:
+            self.memory.consolidate(data, examples=self._count, limit=self.limit)
             self._write(_folder(args) / FILE, state)
+
+    def _repair(self, model: nn.Module, data: Iterable[Any], state: TrainerState) -> None:
+        options = {"examples": self._count, "limit": self.limit or MEASURED, **(self.repair or {})}
+        self.repaired = found = repair(model, self.memory, data, **options)
+        after = found.measured()
+        before = found.undo().measured()
+        found.at(after.strength, after.scale)
+        logged: dict[str, Any] = {"repair_strength": after.strength}
+        for when, point in (("tuned", before), ("repaired", after)):
+            for name in ("forecast", "loss", "drift"):
+                value = getattr(point, name)
+                if value is not None:
+                    logged[f"{when}_{name}"] = value
+        state.log_history.append({**logged, "step": state.global_step})
 
     def close(self, *, finished: bool = False) -> None:
         """Let the optimizer go. The Trainer does it at its end; after an error it is yours to do."""
