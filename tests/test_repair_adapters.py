@@ -127,3 +127,20 @@ def test_merged_adapters_are_repaired_in_the_base_weight() -> None:
     assert not torch.equal(model.up.base_layer.weight, merged)
     torch.testing.assert_close(model.up.base_layer.weight, before.up.weight, rtol=1e-6, atol=1e-6)
     assert all(torch.equal(dict(wrapped.named_parameters())[name], value) for name, value in factors.items())
+
+
+def test_the_shares_of_drift_are_those_of_the_merged_weights() -> None:
+    torch.manual_seed(0)
+    model = Net().double()
+    trained(model, data(1))
+    memory = limpet.OnlineLaplace(model, fisher="exact")
+    memory.consolidate(data(1), progress=False, probe=40)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=3, target_modules=LAYERS))
+    trained(wrapped, data(2), steps=30, lr=0.05)
+    through = memory.drift(blocks=True)
+    wrapped.merge_adapter()
+    merged = memory.drift(blocks=True)
+    assert float(through) > 0.01 and abs(float(through) - float(merged)) < 1e-12
+    assert set(through.blocks) == set(merged.blocks) and through.blocks["norm"] == 0
+    for name, value in merged.blocks.items():
+        assert abs(through.blocks[name] - value) < 1e-10

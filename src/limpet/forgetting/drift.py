@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from limpet.curvature import Forward, call, prepared, trainable, untouched
+from limpet.errors import LimpetWarning, warn
 from limpet.forgetting.probe import Probe
 from limpet.likelihoods import Likelihood
 from limpet.posterior import Posterior
@@ -53,6 +54,47 @@ class Drift(float):
         worst = sorted(self.blocks.items(), key=lambda item: -item[1])[:3]
         named = ", ".join(f"{name} {value:.3g}" for name, value in worst)
         return f"{float(self):.4g} +- {self.standard_error:.2g} nats" + (f" (most in {named})" if named else "")
+
+
+def drift(
+    posterior: Posterior,
+    probes: Sequence[Probe],
+    likelihood: Likelihood,
+    forward: Forward | None = None,
+    *,
+    reference: nn.Module | None = None,
+    blocks: bool = False,
+) -> Drift:
+    """The drift of a memory's model on its probes, as `memory.drift` gives it.
+
+    Args:
+        posterior: What the memory knows.
+        probes: Inputs with summaries of the outputs before.
+        likelihood: What the outputs mean.
+        forward: As it was when the probes were made.
+        reference: The model before, whose outputs are then computed rather than remembered.
+        blocks: Also find each block's share.
+
+    Returns:
+        The drift.
+    """
+    model = posterior.model
+    changed = sorted({name for probe in probes for name in probe.changed_outside(model)})
+    if changed and forward is None:
+        warn(
+            f"{len(changed)} parameters that the memory does not hold (such as {changed[0]}) are not what they were, "
+            "and they are part of this drift; where it is a new head, compare through the old one: "
+            "drift(forward=lambda model, batch: ...)",
+            LimpetWarning,
+        )
+    if reference is None:
+        found = measured_drift(model, probes, likelihood, forward)
+    else:
+        found = exact_drift(model, reference, [b for probe in probes for b in probe.batches], likelihood, forward)
+    if blocks:
+        parts = shares(posterior, probes, likelihood, forward)
+        found.blocks = {name: share * float(found) for name, share in parts.items()}
+    return found
 
 
 def measured_drift(

@@ -195,18 +195,17 @@ class Repair:
 
         Returns:
             This repair. Where even the least strength costs more, the model has its tuned weights.
+
+        Raises:
+            LimpetError: Where there are no new data to measure the loss on.
         """
         loss = self._measures.loss
         if loss is None:
             raise LimpetError("tolerance= needs held-out new data: give batches that can be split, or strength=")
-        most = self.at(0.0).measured_loss() + finite_number("tolerance", tolerance)
-        strength = self._searched(lambda s: self.at(s, scale).measured_loss() <= most)
-        return self.at(strength, scale if strength else 1.0)
-
-    def measured_loss(self) -> float:
-        """The mean loss on held-out new data."""
-        assert self._measures.loss is not None
-        return self._measures.loss()
+        self.undo()
+        most = loss() + finite_number("tolerance", tolerance)
+        affordable, _ = bisected(lambda s: self._there(loss, s, scale) <= most, furthest=FURTHEST, close=CLOSE)
+        return self.at(affordable, scale) if self._there(loss, affordable, scale) <= most else self.undo()
 
     def within_budget(self, budget: float, scale: float = 1.0) -> Repair:
         """Move to the smallest strength at which the measured drift is within a budget.
@@ -225,29 +224,23 @@ class Repair:
         if drift is None:
             raise LimpetError("budget= is kept by measuring drift, and the memory has no probe to measure it on")
         budget = finite_number("budget", budget)
+        self.undo()
         if drift() <= budget:
             return self
-        low, high = bisected(lambda s: self.at(s, scale)._drift() > budget, furthest=FURTHEST, close=CLOSE)
-        self.at(high, scale)
-        found = drift()
-        if found > budget:
-            self.undo()
-            raise LimpetError(
-                f"no strength brings the drift within {budget:g}: at {high:g} it is {found:.4g}. What is left comes "
-                "from parameters that the memory does not know (memory.report() lists them)"
-            )
-        del low
-        return self
+        _, enough = bisected(lambda s: self._there(drift, s, scale) > budget, furthest=FURTHEST, close=CLOSE)
+        found = self._there(drift, enough, scale)
+        if found <= budget:
+            return self
+        self.undo()
+        raise LimpetError(
+            f"no strength brings the drift within {budget:g}: at {enough:g} it is {found:.4g}. What is left comes "
+            "from parameters that the memory does not hold (memory.report() lists them)"
+        )
 
-    def _drift(self) -> float:
-        assert self._measures.drift is not None
-        return self._measures.drift()
-
-    @staticmethod
-    def _searched(holds: Callable[[float], bool]) -> float:
-        """The largest strength for which something holds that holds for small ones; 0 where it does for none."""
-        low, _ = bisected(holds, furthest=FURTHEST, close=CLOSE)
-        return low if low > 1.01 * math.exp(-FURTHEST) else 0.0
+    def _there(self, measure: Callable[[], float], strength: float, scale: float) -> float:
+        """What is measured at a place of the path, where the model is left."""
+        self.at(strength, scale)
+        return measure()
 
 
 def _changed(moved: Displacement) -> Iterator[nn.Parameter]:

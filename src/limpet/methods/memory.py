@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from limpet.calibration import History
 from limpet.curvature import Block, Forward, Structure, discover, unwrapped
-from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, finite_number, positive_whole, warn
+from limpet.errors import LimpetError, UnsupportedError, finite_number, positive_whole
 from limpet.likelihoods import Likelihood, resolve
 from limpet.methods.checks import check_model, excluded_names, say_what_is_not_protected
 from limpet.methods.kept import Kept
@@ -269,28 +269,13 @@ class Memory(Kept):
         >>> print(memory.drift(blocks=True))
         0.247... +- 0.0... nats (most in model 0.247...)
         """
-        from limpet.forgetting import drift
+        from limpet.forgetting.drift import drift
 
         self._refuse_spread("drift")
         if not self.probes:
             raise LimpetError(NO_PROBE)
-        changed = sorted({name for probe in self.probes for name in probe.changed_outside(self.model)})
-        if changed and forward is None:
-            warn(
-                f"{len(changed)} parameters that the memory does not hold (such as {changed[0]}) are not what they "
-                "were, and they are part of this drift; where it is a new head, compare through the old one: "
-                "drift(forward=lambda model, batch: ...)",
-                LimpetWarning,
-            )
-        shares = drift.shares(self.posterior, self.probes, self.likelihood, forward) if blocks else None
-        if reference is None:
-            found = drift.measured_drift(self.model, self.probes, self.likelihood, forward)
-        else:
-            batches = [batch for probe in self.probes for batch in probe.batches]
-            found = drift.exact_drift(self.model, unwrapped(reference), batches, self.likelihood, forward)
-        if shares is not None:
-            found.blocks = {name: share * float(found) for name, share in shares.items()}
-        return found
+        before = None if reference is None else unwrapped(reference)
+        return drift(self.posterior, self.probes, self.likelihood, forward, reference=before, blocks=blocks)
 
     def sample_weights(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """The protected parameters, drawn from the Gaussian that the memory is."""
@@ -376,9 +361,14 @@ class Memory(Kept):
         chosen = f" ({self._strength:.2g} for the last task)" if self._automatic and self.tasks else ""
         title = (
             f"{type(self).__name__}: {self.structure}, strength {self._strength_text}{chosen}, {self.tasks} tasks, "
-            f"{self.examples:,} examples"
+            f"{self.examples:,} examples{self._probe_text}"
         )
         return report(self.posterior, title, exclude=self.exclude, unused=self.unused)
+
+    @property
+    def _probe_text(self) -> str:
+        rows = sum(probe.rows for probe in self.probes)
+        return f", a probe that holds {rows:,} inputs" if rows else ""
 
     @property
     def _strength_text(self) -> str:

@@ -50,8 +50,8 @@ def repair(
     their curvature at the tuned weights. Every block then moves to the minimum of the two quadratics
     (`limpet.forgetting.repair` has the formula and its sources). Train as usual, with any optimizer, and call this
     once at the end. Weights of layers with LoRA adapters are repaired in the adapters, at their own rank. Parameters
-    that the memory does not know (a new head, what was excluded) stay as tuned. Where anything goes wrong, all of
-    them do.
+    that the memory does not know (a new head, what was excluded) and buffers (running statistics of batch norm) stay
+    as tuned. Where anything goes wrong, all of them do.
 
     Args:
         model: The tuned model.
