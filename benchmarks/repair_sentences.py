@@ -1,12 +1,12 @@
 """Fine-tune a sentence encoder for a second task as usual, then repair it: is the first task back, and at what price?
 
-    python benchmarks/repair_sentences.py --model M --reviews R.csv      # every run that is not there yet
-    python benchmarks/repair_sentences.py --draw                         # the tables, from what was kept
+    python benchmarks/repair_sentences.py --model M --reviews R.csv      # every seed that is not there yet
 
 The encoder learns whether a short review is a good one; a memory is made of a part of those reviews. Then it learns,
 with a new head and nothing that protects it, whether the words of a text are in their order: all weights train, by
 AdamW, at a rate at which much is forgotten and at one at which nearly all is. `limpet.repair` follows, and beside it
-scaling the update (WiSE-FT). A run is kept when it ends, so a command that was stopped goes on with the next one.
+scaling the update (WiSE-FT), and training under `memory.protect` instead. Points are kept when they are measured, and a
+seed that is not complete is run again.
 M is a folder or a name on the hub; R has the columns text, label and source ("imdb" or "rotten_tomatoes").
 """
 
@@ -16,6 +16,7 @@ import argparse
 import copy
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -64,25 +65,27 @@ class Experiment:
             batches.append({**told, "labels": torch.tensor([label for _, label in some])})
         return batches
 
-    def fit(self, model: Any, name: str, lr: float, steps: int) -> None:
-        """So many steps of AdamW with a linear decay."""
+    def fit(self, model: Any, name: str, lr: float, steps: int, memory: limpet.Memory | None = None) -> None:
+        """So many steps of AdamW with a linear decay, under the protection of a memory if there is one."""
         model.train()
         generator = torch.Generator().manual_seed(self.seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
         order: list[int] = []
-        for _ in range(steps):
-            order = order or torch.randperm(len(self.train[name]), generator=generator).tolist()
-            optimizer.zero_grad()
-            torch.autograd.backward(model(**self.train[name][order.pop()]).loss)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            rate.step()
+        with nullcontext() if memory is None else memory.protect(optimizer, examples=TRAIN[name]):
+            for _ in range(steps):
+                order = order or torch.randperm(len(self.train[name]), generator=generator).tolist()
+                optimizer.zero_grad()
+                torch.autograd.backward(model(**self.train[name][order.pop()]).loss)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                rate.step()
 
     def learned(self) -> tuple[nn.Module, limpet.Memory]:
         """Learn the first task and make the memory of it; gives its head."""
         self.fit(self.model, OLD, OLD_LR, EPOCHS * len(self.train[OLD]))
-        memory = limpet.OnlineLaplace(self.model, prior_mean="initial", exclude=["classifier"])
+        # repair does not look at the strength, which is for the run with `protect`
+        memory = limpet.OnlineLaplace(self.model, strength="auto", prior_mean="initial", exclude=["classifier"])
         memory.consolidate(self.train[OLD], limit=MEASURED, progress=False)
         return copy.deepcopy(self.model.classifier), memory
 
@@ -108,34 +111,41 @@ def run(options: argparse.Namespace, seed: int, record: Any) -> None:
     model = experiment.model
     start = copy.deepcopy(model.state_dict())
     before = experiment.scores(OLD, head)
-    for rate, (lr, steps) in RATES.items():
+
+    def begin_anew() -> None:
         model.load_state_dict(start)
         torch.manual_seed(1000 + seed)
         model.classifier = nn.Linear(model.config.hidden_size, 2)
+
+    for rate, (lr, steps) in RATES.items():
+        begin_anew()
         experiment.fit(model, NEW, lr, steps)
 
-        def keep(kind: str, at: float, seconds: float = 0.0, rate: str = rate) -> None:
+        def keep(what: str, at: float, seconds: float = 0.0, strength: float | None = None, rate: str = rate) -> None:
             new, old = experiment.scores(NEW, model.classifier), experiment.scores(OLD, head)
-            point = {"seed": seed, "rate": rate, "kind": kind, "at": at, "new": new, "old": old, "before": before}
-            record(point | {"seconds": round(seconds, 1), "versions": versions("transformers")})
+            point = {"seed": seed, "rate": rate, "what": what, "at": at, "new": new, "old": old, "before": before}
+            point |= {"strength": strength, "forecast": round(float(memory.forecast()), 5)}
+            point |= {"seconds": round(seconds, 1), "versions": versions("transformers")}
+            record(point)
 
         keep("tuned", 0.0)
         begin = time.perf_counter()
-        repair = limpet.repair(model, memory, experiment.train[NEW], limit=MEASURED, strength=0.0, progress=False)
+        repair = limpet.repair(
+            model, memory, experiment.train[NEW], limit=MEASURED, tolerance=TOLERANCES[0], progress=False
+        )
         took = time.perf_counter() - begin
+        for tolerance in TOLERANCES:
+            repair.within_tolerance(tolerance)
+            keep("tolerance", tolerance, took, repair.strength)
         for strength in STRENGTHS:
             repair.at(strength)
-            keep("repair", strength, took)
+            keep("repair", strength)
         for scale in SCALES:
             repair.at(0.0, scale)
             keep("scale", scale)
-        repair.undo()
-        for tolerance in TOLERANCES:
-            repair = limpet.repair(
-                model, memory, experiment.train[NEW], limit=MEASURED, tolerance=tolerance, progress=False
-            )
-            keep("tolerance", tolerance)
-            repair.undo()
+        begin_anew()
+        experiment.fit(model, NEW, lr, steps, memory)
+        keep("protect", memory.history.tasks[0].curve.strength)
 
 
 def main() -> None:
@@ -149,23 +159,21 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     options.out.parent.mkdir(parents=True, exist_ok=True)
 
+    def kept() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+
     def record(point: dict[str, Any]) -> None:
-        print(
-            point["seed"],
-            point["rate"],
-            point["kind"],
-            point["at"],
-            "new",
-            point["new"],
-            "old",
-            point["old"],
-            flush=True,
-        )
+        print({name: value for name, value in point.items() if name != "versions"}, flush=True)
         with options.out.open("a") as file:
             file.write(json.dumps(point) + "\n")
 
+    size = len(RATES) * (2 + len(STRENGTHS) + len(SCALES) + len(TOLERANCES))
     for seed in options.seeds:
-        run(options, seed, record)
+        points = kept()
+        if sum(point["seed"] == seed for point in points) < size:
+            others = [point for point in points if point["seed"] != seed]
+            options.out.write_text("".join(json.dumps(point) + "\n" for point in others))
+            run(options, seed, record)
 
 
 if __name__ == "__main__":
