@@ -3,7 +3,6 @@
     python benchmarks/repair_language.py train  --model M --new C.html --kind lora --seed 0
     python benchmarks/repair_language.py memory --model M --source self
     python benchmarks/repair_language.py repair --model M --new C.html --old A.txt B.csv --kind lora --seed 0
-    python benchmarks/repair_language.py draw
 
 The model learns the new text by LoRA on all linear layers (kind "lora"), or by all weights but the vocabulary matrix
 (kind "full"), with AdamW and nothing that protects it. Adapters and checkpoints are written in the formats of peft and

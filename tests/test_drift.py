@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import limpet
 from limpet.errors import LimpetError, LimpetWarning, MemoryFileError, UnsupportedError
 from limpet.forgetting.drift import Drift, exact_drift
+from limpet.forgetting.probe import Probe
 from limpet.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Several
 from states import changed, metadata
 
@@ -161,6 +162,56 @@ def test_positions_without_a_target_do_not_count() -> None:
     assert math.isclose(memory.drift(), float(each.mean()), rel_tol=1e-12)
 
 
+def test_examples_without_a_target_do_not_count_either() -> None:
+    model, x = net(), inputs()
+    y = torch.zeros(50).long().masked_fill(torch.arange(50) % 3 == 0, -100)
+    before = copy.deepcopy(model)
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate([(x, y)], probe=50, progress=False)
+    moved(model)
+    wanted = float(kl(before(x).detach(), model(x).detach())[y != -100].mean())
+    assert math.isclose(memory.drift(), wanted, rel_tol=1e-12)
+    assert math.isclose(memory.drift(reference=before), wanted, rel_tol=1e-12)
+
+
+def test_with_the_model_before_an_estimated_variance_scales_it_too() -> None:
+    model, x = net(2), inputs()
+    before = copy.deepcopy(model)
+    memory = limpet.OnlineLaplace(model, likelihood=Gaussian("estimate"))
+    memory.consolidate([(x, model(x).detach() + 0.1)], probe=50, progress=False)
+    moved(model)
+    assert math.isclose(memory.drift(reference=before), memory.drift(), rel_tol=1e-9)
+
+
+def test_a_probe_keeps_the_form_of_its_batches_and_a_copy_of_them() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 3).double()
+
+        def forward(self, pair: Any) -> Tensor:
+            return self.inner(torch.cat(list(pair.values()) if isinstance(pair, dict) else pair, 1))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, a, b = Two(), inputs(), inputs(seed=2)
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate([((a, b), torch.zeros(50).long())], probe=50, progress=False)
+    a += 1  # somebody's own business
+    assert float(memory.drift()) == 0
+    assert len(memory.probes[0].batches[0][0]) == 2
+
+
+def test_a_probe_that_cannot_be_made_leaves_the_memory_as_it_was() -> None:
+    model, x = net(), inputs()
+    memory = limpet.OnlineLaplace(model)
+    forward = lambda m, batch: (m(batch[0]), batch[1])  # noqa: E731
+    with pytest.raises(UnsupportedError, match="keeps tensors, numbers and words"):
+        memory.consolidate([(x, torch.zeros(50).long(), object())], forward=forward, probe=5, progress=False)
+    assert memory.tasks == 0 and not memory.probes
+    with pytest.raises(ValueError, match="at most 1000"):
+        memory.consolidate([(x, torch.zeros(50).long())], probe=2000, progress=False)
+
+
 def test_which_blocks_carry_it() -> None:
     model, x = net(), inputs()
     memory = limpet.OnlineLaplace(model)
@@ -253,10 +304,10 @@ def test_a_new_head_is_noticed_and_the_old_one_can_be_given() -> None:
     model[2] = nn.Linear(8, 3).double()
     with pytest.warns(LimpetWarning, match=r"does not hold \(such as 2\.bias\)"):
         memory.drift()
-    forward = lambda m, x: head(m[1](m[0](x)))  # noqa: E731
+    forward = lambda m, batch: head(m[1](m[0](batch[0])))  # noqa: E731
     assert float(memory.drift(forward=forward)) == 0
     moved(model[0])
-    wanted = float(kl(before, forward(model, x).detach()).mean())
+    wanted = float(kl(before, forward(model, (x, None)).detach()).mean())
     assert math.isclose(memory.drift(forward=forward), wanted, rel_tol=1e-12)
 
 
@@ -322,7 +373,9 @@ def test_exact_drift_of_a_language_model_is_kl_over_the_whole_vocabulary() -> No
     rows = torch.randint(0, 300, (6, 9))
     mask = torch.ones(6, 9, dtype=torch.long)
     mask[0, 5:] = 0
-    found = exact_drift(model, before, [{"input_ids": rows, "attention_mask": mask}], Categorical())
+    batch = {"input_ids": rows, "attention_mask": mask}
+    probe = Probe.record(before, [batch], Categorical(), None, held=[], seed=0)
+    found = exact_drift(model, before, [probe], Categorical())
     with torch.no_grad():
         logits = [m(input_ids=rows, attention_mask=mask).logits[:, :-1] for m in (before, model)]
     each = kl(logits[0].double(), logits[1].double())[mask[:, 1:].bool()]

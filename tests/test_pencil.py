@@ -197,7 +197,14 @@ def test_a_slope_moves_the_old_optimum(tasks: int) -> None:
         assert far(path.at(strength)[0], minimiser(dense(new, 0.1), old, d, strength, slope)) < 1e-8
 
 
-def any_path(name: str, damping: Damping = DAMPING, *, equal: bool = False) -> tuple[Pencil, Tensor]:
+def any_path(
+    name: str,
+    damping: Damping = DAMPING,
+    *,
+    equal: bool = False,
+    parts: list[Tensor] | None = None,
+    offset: Tensor | None = None,
+) -> tuple[Pencil, Tensor]:
     shape = (4, 6)
     d = block(shape, 5)
     if name == "diagonal":
@@ -209,7 +216,19 @@ def any_path(name: str, damping: Damping = DAMPING, *, equal: bool = False) -> t
     tasks = [old] if equal else [old, new] if name == "kronecker, two tasks" else [old]
     structure = name.partition(",")[0]
     memory = taken(structure, shape, tasks)
-    return pencil(memory, [old if equal else new], [d], columns=whole(shape), damping=damping), d
+    path = pencil(memory, [old if equal else new], parts or [d], columns=whole(shape), offset=offset, damping=damping)
+    return path, d
+
+
+@pytest.mark.parametrize("name", ["diagonal", "dense", "kronecker", "kronecker, two tasks", "kronecker-sum"])
+def test_factors_of_a_full_rank_are_the_share_less_the_offset(name: str) -> None:
+    offset, other = block((4, 6), 8), block((4, 6), 9)
+    path, d = any_path(name, parts=[block((4, 6), 5) - other, other], offset=offset)
+    shares = path.at(0.7)
+    for part, wanted in enumerate((0.9 * shares[0] - offset, 0.9 * shares[1])):
+        left, right = path.low_rank(0.7, part, 4, 0.9)
+        assert far(left @ right, wanted) < 1e-7
+    assert d.shape == (4, 6)
 
 
 NAMES = ["diagonal", "dense", "kronecker", "kronecker, two tasks", "kronecker-sum"]
@@ -238,12 +257,7 @@ def test_parts_of_the_displacement_have_their_shares(name: str) -> None:
     shape, d = (4, 6), block((4, 6), 5)
     first = block(shape, 9)
     one, _ = any_path(name)
-    if name in ("diagonal", "dense"):
-        return
-    old, new = product(4, 6, 1), product(4, 6, 3)
-    tasks = [old, new] if name == "kronecker, two tasks" else [old]
-    memory = taken(name.partition(",")[0], shape, list(tasks))
-    both = pencil(memory, [new], [first, d - first], columns=whole(shape), damping=DAMPING)
+    both, _ = any_path(name, parts=[first, d - first])
     assert far(torch.stack(both.at(2.0)).sum(0), one.at(2.0)[0]) < 1e-9
 
 

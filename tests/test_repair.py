@@ -350,7 +350,76 @@ def test_what_cannot_be_repaired_says_why() -> None:
         limpet.repair(before, memory, data(2))
     with pytest.raises(CurvatureError, match="put it into a list"):
         limpet.repair(model, memory, data(2)[0])
-    with pytest.raises(LimpetError, match="there are fewer"):
-        limpet.repair(model, memory, [(x[:3], y[:3]) for x, y in data(2)[:2]], tolerance=0.1)
-    with pytest.raises(ValueError, match="strength"):
-        limpet.repair(model, memory, data(2), strength=math.inf)
+    with pytest.raises(LimpetError, match="only one small batch"):
+        limpet.repair(model, memory, [(x[:3], y[:3]) for x, y in data(2)[:1]], tolerance=0.1)
+    for name in ("strength", "tolerance", "budget"):
+        with pytest.raises(ValueError, match=name):
+            limpet.repair(model, memory, data(2), **{name: math.inf})
+
+
+def test_small_batches_and_a_limit_still_leave_something_held_out() -> None:
+    model, memory, _ = tuned()
+    seen = 0
+
+    def forward(model: nn.Module, batch: Any) -> Any:
+        nonlocal seen
+        seen += len(batch[0]) if torch.is_grad_enabled() else 0
+        return model(batch[0]), batch[1]
+
+    small = [(x[i : i + 3], y[i : i + 3]) for x, y in data(2) for i in range(0, 12, 3)]
+    repair = limpet.repair(model, memory, small, tolerance=0.1, limit=9, forward=forward, progress=False)
+    assert repair.strength > 0 and repair._measures.loss is not None
+    held = small[1]  # the second batch
+    repair.undo()
+    with torch.no_grad():
+        assert math.isclose(repair._measures.loss(), float(F.cross_entropy(model(held[0]), held[1])), rel_tol=1e-9)
+
+
+def test_batches_of_transformers_are_split_too() -> None:
+    transformers = pytest.importorskip("transformers")
+    model, memory, _ = tuned()
+    batches = [transformers.BatchEncoding({"x": x, "labels": y}) for x, y in data(2)]
+    repair = limpet.repair(model, memory, batches, tolerance=0.1, progress=False)
+    pairs = limpet.repair(copy.deepcopy(repair.undo() and model), memory, data(2), tolerance=0.1, progress=False)
+    assert math.isclose(limpet.repair(model, memory, batches, tolerance=0.1, progress=False).strength, pairs.strength)
+
+
+def test_blocks_of_no_curvature_are_left() -> None:
+    class Dead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.norm = nn.Linear(3, 4), nn.Linear(3, 4), nn.LayerNorm(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) + 0 * self.norm(self.b(x))  # type: ignore[no-any-return]
+
+    batch = [(torch.randn(30, 3), torch.randint(0, 4, (30,)))]
+    for structure in ("kronecker", "diagonal", "dense"):
+        torch.manual_seed(0)
+        model = Dead()
+        memory = limpet.OnlineLaplace(model, structure=structure, fisher="exact")
+        memory.consolidate(batch, progress=False)
+        with torch.no_grad():
+            for p in model.parameters():
+                p += 0.3
+        kept = model.b.weight.detach().clone()
+        limpet.repair(model, memory, batch, strength=1.0, progress=False)
+        assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+        assert torch.equal(model.b.weight, kept)
+
+
+def test_an_estimated_noise_variance_makes_nats_of_the_loss() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    x = torch.randn(200, 3)
+    y = model(x).detach() + 0.1 * torch.randn(200, 1)
+    memory = limpet.OnlineLaplace(model, likelihood=limpet.Gaussian("estimate"))
+    memory.consolidate([(x, y)], progress=False)
+    with torch.no_grad():
+        model.weight += 0.05
+    new = [(x[i : i + 20], y[i : i + 20] + 0.1) for i in range(0, 200, 20)]
+    repair = limpet.repair(model, memory, new, strength=0.0, progress=False)
+    residuals = torch.cat([model(a).detach() - b for a, b in new])
+    variance = float(residuals.square().mean())
+    loss = float(repair.measured().loss or 0)
+    assert math.isclose(loss, (0.5 * variance + 0.5 * math.log(2 * math.pi)) / variance, rel_tol=1e-3)

@@ -180,6 +180,16 @@ def test_a_budget_is_kept_on_other_samples(folder: Path, memory: Path, budget: f
     assert 0.75 * budget <= kl(base, model, fresh) <= 1.25 * budget
 
 
+@pytest.mark.slow
+def test_a_model_that_gives_nan_does_not_pass_the_gate(folder: Path, memory: Path, tmp_path: Path) -> None:
+    broken = tuned_of(folder, "checkpoint")
+    with torch.no_grad():
+        broken.model.layers[0].mlp.down_proj.weight[0, 0] = math.nan
+    broken.save_pretrained(tmp_path / "broken")
+    words = ["drift", "--model", str(folder / "base"), "--tuned", str(tmp_path / "broken"), "--memory", str(memory)]
+    assert command(*words, "--at-most", "100", "--layers", "0").returncode == 1
+
+
 def test_samples_come_from_the_model_and_do_not_depend_on_the_batch(folder: Path) -> None:
     model = base_of(folder).double()
     model.train()
@@ -204,10 +214,10 @@ def test_samples_come_from_the_model_and_do_not_depend_on_the_batch(folder: Path
 def test_samples_begin_with_the_prompts(folder: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "base")
     starts = language.prefixes(tokenizer, folder / "prompts.txt")
-    assert starts == [[3, 4], [5]]
+    assert starts == [[1, 3, 4], [1, 5]]  # after the token that texts begin with
     rows = language.self_samples(base_of(folder), 60, length=8, prefixes=starts, progress=False)
-    assert [row[:2].tolist() for row in rows[::2]] == [[3, 4]] * len(rows[::2])
-    assert [int(row[0]) for row in rows[1::2]] == [5] * len(rows[1::2])
+    assert [row[:3].tolist() for row in rows[::2]] == [[1, 3, 4]] * len(rows[::2])
+    assert [row[:2].tolist() for row in rows[1::2]] == [[1, 5]] * len(rows[1::2])
     with pytest.raises(LimpetError, match="from 1 to 7 tokens"):
         language.self_samples(base_of(folder), 60, length=8, prefixes=[[1] * 8])
     tokenizer.chat_template = "{% for m in messages %}w4 w5 {{ m['content'] }}{% endfor %}"
@@ -224,7 +234,9 @@ def test_what_is_wrong_is_one_line(folder: Path, memory: Path, tmp_path: Path) -
     cases = [
         (["consolidate", *base], "or let it draw its own"),
         (["consolidate", *base, "--self-samples", "10", "--data", "x"], "or let it draw its own"),
+        (["consolidate", *base, "--data", "x", "--chat"], "they go with --self-samples"),
         (["repair", *tuned, *data, "-o", str(folder / "adapter")], "give another one"),
+        (["repair", *tuned, *data, "-o", str(folder / "base")], "give another one"),
         (["repair", *tuned, *data, "-o", str(tmp_path / "o"), "--strength", "1", "--budget", "1"], "give one of them"),
         (["drift", *base, "--tuned", str(tmp_path / "no"), "--memory", str(memory)], "is not a folder"),
         (["drift", *base, "--tuned", str(tmp_path / "empty"), "--memory", str(memory)], "not a causal language model"),

@@ -107,7 +107,10 @@ def prefixes(tokenizer: Any, path: Path) -> list[list[int]]:
     if getattr(tokenizer, "chat_template", None):
         chats = [[{"role": "user", "content": line}] for line in lines]
         lines = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-    return [list(tokenizer(line, add_special_tokens=False)["input_ids"]) for line in lines]
+        start = []
+    else:
+        start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    return [start + list(tokenizer(line, add_special_tokens=False)["input_ids"]) for line in lines]
 
 
 def chat_prefix(tokenizer: Any) -> list[int]:
@@ -155,8 +158,10 @@ def self_samples(
     if not temperature > 0:
         raise ValueError(f"temperature must be > 0, not {temperature!r}")
     lengths: list[int] = []
-    while sum(lengths) < tokens:
+    left = tokens
+    while left > 0:
         lengths.append(length - len(starts[len(lengths) % len(starts)]))
+        left -= lengths[-1]
     wanted = torch.rand(len(lengths), length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     rows = torch.zeros(len(lengths), length, dtype=torch.long)
     bar = Progress(sum(lengths), show=progress, label="limpet: samples", unit="tokens")

@@ -234,7 +234,7 @@ class Posterior:
                     )
                 arranged[held.block.name] = held  # frozen since: its weights stay, and so does what is known
         self.held = arranged
-        self._follow_devices()
+        self.follow_devices()
 
     def _turn_to_diagonals(self, direct: set[str]) -> None:
         """Take known blocks apart whose parameters are all used directly now."""
@@ -261,7 +261,7 @@ class Posterior:
             if gone or other:
                 del self.held[name]
 
-    def _follow_devices(self) -> None:
+    def follow_devices(self) -> None:
         """Move the blocks of a model that went to another device."""
         weights = self.parameters()
         for name, held in self.held.items():

@@ -68,6 +68,10 @@ def consolidate_command(
     _choice("--at-rest", at_rest, (None, *DTYPES))
     if bool(data) == (self_samples is not None):
         raise LimpetError("give text it should keep (--data), or let it draw its own (--self-samples 12000)")
+    if self_samples is None and (prompts or chat):
+        raise LimpetError("--prompts and --chat are what samples begin with: they go with --self-samples")
+    if prompts and chat:
+        raise LimpetError("--prompts and --chat both say what samples begin with: give one of them")
     with parallel.launched() as first:
         network = checkpoints.read_base(model, dtype, device)
         tokenizer = checkpoints.read_tokenizer(model)

@@ -51,14 +51,16 @@ def repair_command(
     from limpet import language
 
     torch, checkpoints = _ready(dtype)
-    if out.resolve() == tuned.resolve():
-        raise LimpetError("-o is the folder of the tuned model: give another one")
+    if out.resolve() in (tuned.resolve(), Path(model).resolve()):
+        raise LimpetError("-o is the folder of a model that is read: give another one")
     network = checkpoints.read_tuned(model, tuned, dtype, device)
     tokenizer = checkpoints.read_tokenizer(str(tuned), model)
     own = limpet.load(memory, network)
     rows = language.rows(tokenizer, data, tokens=tokens, length=length)
     batches = [{"input_ids": part} for part in torch.split(rows, batch_size)]
     total = max(language.count_tokens(tokenizer, data), rows[:, 1:].numel())
+    told = f"{rows[:, 1:].numel():,} of {total:,} tokens of the new text"
+    console.print(f"curvature from {told}", highlight=False)
     found = limpet.repair(
         network,
         own,
@@ -114,7 +116,7 @@ def drift_command(
     for name, value in sorted(found.blocks.items(), key=lambda item: -item[1])[:layers]:
         share = 100 * value / float(found) if found else 0.0
         console.print(f"  {share:5.1f} %  {name}", highlight=False, markup=False)
-    if at_most is not None and found > at_most:
+    if at_most is not None and not found <= at_most:  # nan is above every bound
         console.print(f"above --at-most {at_most:g}", highlight=False)
         raise typer.Exit(1)
 

@@ -57,7 +57,7 @@ def batch_size(batch: Any) -> int | None:
 
 def part(batch: Any, examples: slice) -> Any:
     """Some examples of a batch."""
-    return tree_map(lambda leaf: leaf[examples] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf, batch)
+    return tree_map(lambda leaf: leaf[examples] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf, _plain(batch))
 
 
 class FirstBatches:
@@ -101,13 +101,13 @@ def call(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Any, An
     if isinstance(batch, Mapping) and "input_ids" in batch and is_causal(model):
         return next_tokens(model, batch)
     if isinstance(batch, Mapping):
-        target_key = next((key for key in TARGET_KEYS if key in batch), None)
-        if target_key is not None and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-            return _outputs(model(**batch)), batch[target_key]  # it makes the decoder's inputs from them
+        target = target_key(batch)
+        if target is not None and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            return _outputs(model(**batch)), batch[target]  # it makes the decoder's inputs from them
         if not hasattr(model, "config"):
-            _warn_of_shifted_labels(batch, target_key)
-        inputs = {key: value for key, value in batch.items() if key != target_key}
-        return _outputs(model(**inputs)), None if target_key is None else batch[target_key]
+            _warn_of_shifted_labels(batch, target)
+        inputs = {key: value for key, value in batch.items() if key != target}
+        return _outputs(model(**inputs)), None if target is None else batch[target]
     if isinstance(batch, Tensor):
         return _outputs(model(batch)), None
     if isinstance(batch, tuple | list) and len(batch) == 2:
@@ -117,6 +117,11 @@ def call(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Any, An
         f"a batch is a pair (inputs, targets), a dictionary or a tensor, not {_describe(batch)}: pass "
         "forward=lambda model, batch: (outputs, targets)"
     )
+
+
+def target_key(batch: Mapping[str, Any]) -> str | None:
+    """The key under which a batch has its targets."""
+    return next((key for key in TARGET_KEYS if key in batch), None)
 
 
 def is_causal(model: nn.Module) -> bool:

@@ -3,13 +3,14 @@
     drift = mean over examples (or predicted tokens) of KL(before || now)
 
 It is not predicted from weights, so no approximation of the curvature enters it, and nothing that was done to the
-weights can blind it. It has no first-order term: it is zero for the model before, and never below.
+weights can blind it. It has no first-order term: the model before is its minimum, where it is zero.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ def drift(
     if reference is None:
         found = measured_drift(model, probes, likelihood, forward)
     else:
-        found = exact_drift(model, reference, [b for probe in probes for b in probe.batches], likelihood, forward)
+        found = exact_drift(model, reference, probes, likelihood, forward)
     if blocks:
         parts = shares(posterior, probes, likelihood, forward)
         found.blocks = {name: share * float(found) for name, share in parts.items()}
@@ -111,22 +112,18 @@ def measured_drift(
     Returns:
         The drift.
     """
-    sums, counts = _Sums(), []
     with untouched(model), torch.no_grad():
-        for values, counted in _divergences(model, probes, likelihood, forward):
-            sums.add(values)
-            counts += counted.tolist()
-    return Drift(sums.rows, counts)
+        return _drift(_divergences(model, probes, likelihood, forward))
 
 
-class _Sums:
-    """Sums over each example, one after another."""
-
-    def __init__(self) -> None:
-        self.rows: list[float] = []
-
-    def add(self, values: Tensor) -> None:
-        self.rows += values.double().sum(1).tolist()
+def _drift(found: Iterable[tuple[Tensor, Tensor]]) -> Drift:
+    """The drift of divergences by example and position, and of how many positions count."""
+    sums: list[float] = []
+    counts: list[float] = []
+    for values, counted in found:
+        sums += values.double().sum(1).tolist()
+        counts += counted.tolist()
+    return Drift(sums, counts)
 
 
 def _divergences(
@@ -140,39 +137,44 @@ def _divergences(
             found = likelihood.divergence(summary, outputs) * probe.scale
             found = found.reshape(len(found), -1)
             counted = summary.get("counted")
-            each = torch.full((len(found),), found.shape[1]) if counted is None else counted.flatten(1).sum(1)
+            each = (
+                torch.full((len(found),), found.shape[1])
+                if counted is None
+                else counted.reshape(len(counted), -1).sum(1)
+            )
             yield found, each
 
 
 def exact_drift(
     model: nn.Module,
     reference: nn.Module,
-    batches: Iterable[Any],
+    probes: Iterable[Probe],
     likelihood: Likelihood,
     forward: Forward | None = None,
 ) -> Drift:
-    """KL(reference || model) over all classes, by forward passes of both models.
+    """KL(reference || model) over all classes, by forward passes of both models over the inputs of probes.
 
     Args:
         model: The model as it is now.
         reference: The model before.
-        batches: Inputs.
+        probes: Whose inputs are taken, and which positions count.
         likelihood: What the outputs mean.
-        forward: As for `memory.consolidate`.
+        forward: As it was when the probes were made.
 
     Returns:
         The drift.
     """
-    sums, counts = _Sums(), []
-    devices = [next(one.parameters()).device for one in (reference, model)]
+    device = next(reference.parameters()).device
+
+    def computed() -> Iterator[Probe]:
+        for probe in probes:
+            for batch, kept in zip(probe.batches, probe.summaries, strict=True):
+                outputs, _ = call(reference, prepared(batch, device), forward)
+                counted = {name: tensor for name, tensor in kept.items() if name.endswith("counted")}
+                yield replace(probe, batches=[batch], summaries=[likelihood.summary(outputs, None) | counted])
+
     with untouched(model), untouched(reference), torch.no_grad():
-        for batch in batches:
-            outputs, targets = call(reference, prepared(batch, devices[0]), forward)
-            probe = Probe([batch], [likelihood.summary(outputs, targets)])
-            for values, counted in _divergences(model, [probe], likelihood, forward):
-                sums.add(values)
-                counts += counted.tolist()
-    return Drift(sums.rows, counts)
+        return _drift(_divergences(model, computed(), likelihood, forward))
 
 
 def shares(

@@ -1,6 +1,6 @@
-"""A probe: inputs, and what the model said to them when it was consolidated, so that drift can be measured later.
+"""A probe: inputs, and the model's outputs for them when it was consolidated, so that drift can be measured later.
 
-It holds inputs, so it is made only where somebody asks for it: `memory.consolidate(batches, probe=100)`. For a
+It holds inputs, so it is opt-in: `memory.consolidate(batches, probe=100)`. For a
 generative model the inputs can be its own samples (`limpet.language.self_samples`), which are nobody's data. Targets
 are not kept. Of a large vocabulary some labels are kept (`Categorical.summary`).
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from limpet.curvature import Forward, call, named_parameters, prepared, untouched
-from limpet.curvature.batches import TARGET_KEYS
+from limpet.curvature.batches import is_causal, target_key
 from limpet.errors import UnsupportedError
 from limpet.layers.adapters import adapter_parameters
 from limpet.likelihoods import Likelihood
@@ -75,12 +75,19 @@ class Probe:
                 tally += likelihood.tally(outputs, targets)
                 summaries.append({name: tensor.cpu() for name, tensor in found.items()})
                 kept.append(_on_cpu(given if forward is not None else _without_targets(model, given)))
-        return cls(kept, summaries, likelihood.fisher_scale(tally, empirical=False), _sums(model, held))
+        probe = cls(kept, summaries, likelihood.fisher_scale(tally, empirical=False), _sums(model, held))
+        probe.facts()  # what cannot be kept in a file is rejected now
+        return probe
 
     def changed_outside(self, model: nn.Module) -> list[str]:
         """The parameters that the memory does not hold and that are others now, such as a new head."""
         now = _sums(model, [name for name in named_parameters(model) if name not in self.outside])
-        return [name for name, sums in self.outside.items() if list(now.get(name, ())) != list(sums)]
+
+        def same(name: str, sums: Sequence[float]) -> bool:
+            # to what another dtype or another order of summation may change
+            return name in now and all(abs(a - b) <= 1e-3 * sums[1] for a, b in zip(now[name], sums, strict=True))
+
+        return [name for name, sums in self.outside.items() if not same(name, sums)]
 
     @property
     def rows(self) -> int:
@@ -143,17 +150,20 @@ def _without_targets(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             return batch  # it makes the decoder's inputs from the labels
-        return {key: value for key, value in batch.items() if key not in TARGET_KEYS}
-    return batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch
+        target = "labels" if "input_ids" in batch and is_causal(model) else target_key(batch)
+        return {key: value for key, value in batch.items() if key != target}
+    return (batch[0], None) if isinstance(batch, tuple | list) and len(batch) == 2 else batch
 
 
 def _on_cpu(batch: Any) -> Any:
+    """A copy that nobody else changes."""
     if isinstance(batch, Tensor):
-        return batch.detach().cpu().contiguous()
+        return batch.detach().cpu().clone(memory_format=torch.contiguous_format)
     if isinstance(batch, Mapping):
         return {key: _on_cpu(value) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(_on_cpu(value) for value in batch)
+        items = [_on_cpu(value) for value in batch]
+        return items if isinstance(batch, list) else tuple(items)
     return batch
 
 

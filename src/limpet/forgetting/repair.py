@@ -16,19 +16,19 @@ and Safe Delta (Lu et al. 2025) repairs the safety of fine-tuned models with inp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from limpet.curvature import Fisher
+from limpet.curvature import Block, Fisher
 from limpet.curvature.progress import Progress
 from limpet.errors import LimpetError, NotProtectedWarning, UnsupportedError, finite_number, warn
 from limpet.forgetting.displacement import Displacement, cut_to_rank, displacements, is_direct
 from limpet.posterior import Held, Posterior
 from limpet.precision.linalg import bisected
-from limpet.precision.pencil import Damping, Pencil, pencil
+from limpet.precision.pencil import Pencil, pencil
 from limpet.report import aligned
 
 LADDER = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -78,8 +78,7 @@ class Repair:
         self, paths: Sequence[tuple[Displacement, Pencil]], measures: Measures, *, weight: float, rank: int | None
     ) -> None:
         self._paths, self._measures, self._weight, self._rank = paths, measures, weight, rank
-        changed = {p for moved, _ in paths for p in _changed(moved)}
-        self._tuned = {parameter: parameter.detach().clone() for parameter in changed}
+        self._tuned = {p: p.detach().clone() for moved, _ in paths for p in moved.changed}
         self.strength, self.scale = 0.0, 1.0
 
     @property
@@ -105,26 +104,26 @@ class Repair:
             values = self._tuned
         else:
             for moved, path in self._paths:
-                values.update(self._written(moved, path, strength * self._weight, scale))
+                values.update(self._values(moved, path, strength * self._weight, scale))
+            if not all(bool(torch.isfinite(value).all()) for value in values.values()):
+                raise LimpetError("the repaired weights hold inf or nan: look for inf or nan in the curvature")
         for parameter, value in values.items():
             parameter.copy_(value)
         self.strength, self.scale = strength, scale
         return self
 
-    def _written(self, moved: Displacement, path: Pencil, strength: float, scale: float) -> dict[nn.Parameter, Tensor]:
-        first = int(moved.base)
-        direct = is_direct(moved.block)
-        shares = path.at(strength) if moved.base or direct else []
+    def _values(self, moved: Displacement, path: Pencil, strength: float, scale: float) -> dict[nn.Parameter, Tensor]:
+        shares = [scale * x for x in path.at(strength)] if any(moved.written) or is_direct(moved.block) else []
         cut = []
-        for part, adapter in enumerate(moved.adapters, first):
+        for part, adapter in enumerate(moved.adapters, int(moved.base)):
             own = adapter.left.shape[1]
             rank = own if self._rank is None else min(self._rank, own)
-            if direct:
-                left, right = cut_to_rank(shares[part], adapter, rank)
+            if is_direct(moved.block):
+                offset = 0 if part or moved.offset is None else moved.offset
+                cut.append(cut_to_rank(shares[part] - offset, adapter, rank))
             else:
-                left, right = path.low_rank(strength, part, rank)
-            cut.append((left, scale * right))
-        return moved.written([scale * share for share in shares[:first]], cut)
+                cut.append(path.low_rank(strength, part, rank, scale))
+        return moved.values(shares, cut)
 
     def undo(self) -> Repair:
         """Give the model its tuned weights back, to the bit.
@@ -215,7 +214,7 @@ class Repair:
             scale: What the update is multiplied by.
 
         Returns:
-            This repair.
+            This repair; with its tuned weights where their drift is within the budget already.
 
         Raises:
             LimpetError: Where no strength keeps it; the model then has its tuned weights.
@@ -243,14 +242,6 @@ class Repair:
         return measure()
 
 
-def _changed(moved: Displacement) -> Iterator[nn.Parameter]:
-    if moved.base:
-        yield from moved.parameters
-    for adapter in moved.adapters:
-        yield adapter.a
-        yield adapter.b
-
-
 def solve(
     posterior: Posterior,
     fisher: Fisher,
@@ -258,7 +249,6 @@ def solve(
     *,
     weight: float = 1.0,
     rank: int | None = None,
-    damping: Damping | None = None,
     progress: bool = True,
 ) -> Repair:
     """The path of every block that training has moved, the memory knows and the new data use.
@@ -269,7 +259,6 @@ def solve(
         measures: What can be measured along the path.
         weight: What every strength is multiplied by: the share of the new data that the Fisher was measured on.
         rank: What adapters are cut to, where it is less than their own.
-        damping: What is added to the diagonals of both curvatures.
         progress: Whether a long solution shows a bar.
 
     Returns:
@@ -277,7 +266,8 @@ def solve(
     """
     held = _by_measurement(posterior, fisher)
     moved = list(displacements(posterior.model, held))
-    unseen = [one.block.name for one in moved if not fisher.speaks_of(one.block)]
+    moved = [one for one in moved if bool(one.held.precision.fisher().trace() > 0)]  # others cost the old data nothing
+    unseen = [one.block.name for one in moved if not _seen(fisher, one.block)]
     if unseen:
         warn(
             f"the new data do not use {len(unseen)} blocks that training has moved (such as {unseen[0]}), so they are "
@@ -289,20 +279,25 @@ def solve(
     try:
         for one in moved:
             if one.block.name not in unseen:
-                paths.append((one, _path(one, fisher, damping)))
+                paths.append((one, _path(one, fisher)))
             bar.update(1)
     finally:
         bar.close()
     return Repair(paths, measures, weight=weight, rank=rank)
 
 
-def _path(one: Displacement, fisher: Fisher, damping: Damping | None) -> Pencil:
+def _seen(fisher: Fisher, block: Block) -> bool:
+    """Whether the new data say anything about a block."""
+    return fisher.speaks_of(block) and any(term.is_positive() for term in fisher.terms[block.name])
+
+
+def _path(one: Displacement, fisher: Fisher) -> Pencil:
     held = one.held
     slope = held.slope
     if slope is not None:
         slope = slope / _common_strength(held)
     terms = fisher.terms[one.block.name]
-    return pencil(held.precision, terms, one.parts, columns=one.columns, slope=slope, damping=damping)
+    return pencil(held.precision, terms, one.parts, columns=one.columns, slope=slope, offset=one.offset)
 
 
 def _common_strength(held: Held) -> float:

@@ -41,8 +41,8 @@ class MemoryCallback(TrainerCallback):
     that knows it is written beside the model.
 
     With `repair=True` (or a dictionary of options of `limpet.repair`, such as {"tolerance": 0.02}) training goes as
-    usual, with nothing that protects, and is repaired at its end; forecast, loss and drift before and after go into the
-    log, and `callback.repaired` can undo it. `protect=True` asks for both.
+    usual, with nothing that protects, and is repaired at its end; forecast, loss and drift before and after go into
+    `trainer.state.log_history`, and `callback.repaired` can undo it. `protect=True` asks for both.
     """
 
     def __init__(
@@ -59,8 +59,10 @@ class MemoryCallback(TrainerCallback):
         protect: bool | None = None,
     ) -> None:
         self._memory = memory
-        self.repair: Mapping[str, Any] | None = {} if repair is True else repair or None
+        self.repair: Mapping[str, Any] | None = None if repair is False else {} if repair is True else repair
         self.protect = self.repair is None if protect is None else protect
+        if budget is not None and not self.protect:
+            raise ValueError("budget= is for protection; for a repair within one give repair={'budget': ...}")
         self.repaired: Repair | None = None
         self._training = False
         self.examples, self.budget, self.mode, self.every = examples, budget, mode, every

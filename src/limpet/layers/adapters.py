@@ -25,6 +25,7 @@ class LowRank:
     b: nn.Parameter  # (out, rank, ...)
     scaling: float
     transposed: bool  # the weight is kept as (in, out), so it is (B A)^T that is added
+    weight: nn.Parameter | None = None  # what it is added to
 
     @property
     def left(self) -> Tensor:
@@ -43,11 +44,17 @@ class LowRank:
         yield self.b, of_b.reshape(self.b.shape)
 
     def written(self, left: Tensor, right: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """The parameters, each with the value by which the adapter adds left @ right; missing ranks are zero."""
+        """The parameters, each with the value by which the adapter adds left @ right.
+
+        Ranks that are not needed keep their A and get a B of zero, so that they can still be trained.
+        """
         missing = self.left.shape[1] - left.shape[1]
+        left, right = F.pad(left, (0, missing)), F.pad(right, (0, 0, 0, missing))
+        (a, of_a), (b, of_b) = self.gradients(left, right / self.scaling)
         if missing:
-            left, right = F.pad(left, (0, missing)), F.pad(right, (0, 0, 0, missing))
-        yield from self.gradients(left, right / self.scaling)
+            of_a = of_a.clone()
+            of_a[-missing:] = a.detach()[-missing:].to(of_a)
+        yield from ((a, of_a), (b, of_b))
 
     def added(self, shape: torch.Size) -> Tensor:
         """What is added to the weight, differentiable."""
@@ -127,4 +134,4 @@ def _active(module: Any, name: str) -> Iterator[LowRank]:
             )
         if getattr(module.base_layer, "groups", 1) != 1:
             raise UnsupportedError(f"{name}: adapters of grouped convolutions are not supported: leave them out")
-        yield LowRank(a, b, float(module.scaling[adapter]), transposed)
+        yield LowRank(a, b, float(module.scaling[adapter]), transposed, module.base_layer.weight)

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from limpet.curvature import DIRECT, Fisher, Forward
-from limpet.errors import LimpetError, positive_whole
-from limpet.methods.laplace import Laplace
+from limpet.errors import LimpetError
+from limpet.methods.laplace import Laplace, probe_rows
 from limpet.posterior import Held
 
 
@@ -53,7 +53,7 @@ class ApproximateLaplace(Laplace):
                 f"this memory holds {self.tasks} tasks and measures them all anew: give earlier=[...] with the batches "
                 f"of each, not of {len(earlier)}"
             )
-        rows = None if probe is None else positive_whole("probe", probe)
+        rows = probe_rows(probe)
         passes = [(old, None) for old in earlier] + [(batches, examples)]
         saved = [self._checkpoint(checkpoint and f"{checkpoint}.{i}") for i in range(len(passes))]
 
@@ -68,9 +68,9 @@ class ApproximateLaplace(Laplace):
                 if file is not None:
                     file.remove()
                 fishers[number] = measure(number)
+        probes = () if rows is None else (self._recorded(fishers[-1].first.take(rows), forward),)
         self._settle(fishers, forward)
-        if rows is not None:
-            self.add_probe(fishers[-1].first.take(rows), forward=forward)
+        self.probes += probes
         self.history = self.history.measured_anew()
         for file in saved:
             if file is not None:

@@ -23,6 +23,7 @@ from limpet.curvature import (
     counted_examples,
     full_precision,
 )
+from limpet.curvature.batches import FirstBatches
 from limpet.errors import (
     FallbackWarning,
     LimpetError,
@@ -44,9 +45,20 @@ if TYPE_CHECKING:
     from limpet import store
     from limpet.curvature.checkpoint import Checkpoint
     from limpet.forecast import Forecast
+    from limpet.forgetting.probe import Probe
+
+MOVED = 1e-4
+"""How far, relatively, weights may be from the mean by rounding alone."""
 
 LOOK = 2000
 """Examples that are enough to see the shape of a task's Fisher."""
+
+
+def probe_rows(probe: int | None) -> int | None:
+    """How many examples a probe takes."""
+    if probe is not None and positive_whole("probe", probe) > FirstBatches.LIMIT:
+        raise ValueError(f"probe= takes at most {FirstBatches.LIMIT} examples: for more, memory.add_probe(batches)")
+    return probe
 
 
 class Laplace(Memory):
@@ -122,11 +134,11 @@ class Laplace(Memory):
         be measured on (`add_probe`): the file then holds these inputs.
         """
         saved = self._checkpoint(checkpoint)
-        rows = None if probe is None else positive_whole("probe", probe)
+        rows = probe_rows(probe)
         fisher = self._measure(batches, examples, limit, forward, progress, saved)
+        probes = () if rows is None else (self._recorded(fisher.first.take(rows), forward),)
         self._settle([fisher], forward)
-        if rows is not None:
-            self.add_probe(fisher.first.take(rows), forward=forward)
+        self.probes += probes
         if saved is not None:
             saved.remove()
 
@@ -185,20 +197,25 @@ class Laplace(Memory):
         Raises:
             LimpetError: Where the model has moved since the last consolidation.
         """
+        self._refuse_inside_protect()
+        weights = self.posterior.weights()
+        for held in self.posterior.held.values():
+            moved = held.displacement(weights).norm() if held.tasks else 0.0
+            if moved > MOVED * held.mean.norm():
+                raise LimpetError(
+                    f"{held.block.name} has moved since it was consolidated, and a probe keeps the outputs of the "
+                    "model before: add it right after memory.consolidate(...)"
+                )
+        self.probes = (*self.probes, self._recorded(batches, forward))
+
+    def _recorded(self, batches: Iterable[Any], forward: Forward | None) -> Probe:
+        """A probe of these batches, with the outputs of now."""
         from limpet.forgetting.probe import Probe
 
-        self._refuse_inside_protect()
-        self._refuse_spread("add_probe")
-        if float(self.forecast().quadratic) > 0:
-            raise LimpetError(
-                "the model has moved since it was consolidated, and a probe remembers what it said before: add it "
-                "right after memory.consolidate(...)"
-            )
+        self._refuse_spread("probe=")
         held = {name for one in self.posterior.held.values() for name in one.block.parameters}
-        probe = Probe.record(
-            self.model, list(batches), self.likelihood, forward, held=held, seed=self.seed + self.tasks
-        )
-        self.probes = (*self.probes, probe)
+        seed = self.seed + self.tasks
+        return Probe.record(self.model, list(batches), self.likelihood, forward, held=held, seed=seed)
 
     def _surroundings(
         self, batches: Iterable[Any], examples: int | None, limit: int | None, forward: Forward | None

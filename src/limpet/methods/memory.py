@@ -274,6 +274,7 @@ class Memory(Kept):
         self._refuse_spread("drift")
         if not self.probes:
             raise LimpetError(NO_PROBE)
+        self.posterior.follow_devices()
         before = None if reference is None else unwrapped(reference)
         return drift(self.posterior, self.probes, self.likelihood, forward, reference=before, blocks=blocks)
 

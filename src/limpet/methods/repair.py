@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,7 +11,15 @@ from torch import nn
 
 from limpet.curvature import Fisher, FisherPass, Forward, full_precision, part, untouched, unwrapped
 from limpet.curvature.batches import batch_size, check_batches, counted_examples
-from limpet.errors import CurvatureError, LimpetError, UnsupportedError, finite_number, positive_whole
+from limpet.errors import (
+    CurvatureError,
+    LimpetError,
+    LimpetWarning,
+    UnsupportedError,
+    finite_number,
+    positive_whole,
+    warn,
+)
 from limpet.forgetting.displacement import displacements
 from limpet.forgetting.repair import Measures, Repair, solve
 from limpet.likelihoods import Likelihood, resolve
@@ -18,13 +27,15 @@ from limpet.measuring import Look
 from limpet.methods.laplace import Laplace
 from limpet.methods.memory import NO_PROBE, Memory
 from limpet.methods.restore import restored
-from limpet.parallel import Shared
+from limpet.parallel import Shared, current
 
 HELD_OUT = 5
 """One batch in so many is held out, where a tolerance asks for it."""
 
 MOST_HELD_OUT = 1000
 """Rows that are held out at most."""
+
+TOO_FEW = "tolerance= holds a part of the batches out, and there is only one small batch: give more, or strength="
 
 
 def repair(
@@ -100,27 +111,38 @@ def repair(
         raise LimpetError("strength=, tolerance= and budget= each say how far to go: give one of them")
     rank = None if rank is None else positive_whole("rank", rank)
     scale = finite_number("scale", scale)
+    for name, value in (("strength", strength), ("tolerance", tolerance), ("budget", budget)):
+        if value is not None:
+            finite_number(name, value)
     own = _usable(memory, model)
     if budget is not None and not own.probes:
         raise LimpetError(NO_PROBE)
     shared = isinstance(batches, Shared)
-    split = Split(batches.batches if isinstance(batches, Shared) else batches, hold_out=tolerance is not None)
+    split = HeldOutSplit(batches.batches if isinstance(batches, Shared) else batches, hold_out=tolerance is not None)
     counted = examples is not None or limit is not None
     with full_precision(), torch.inference_mode(False):
         given = Shared(split) if shared else split
         fisher = _new_fisher(own, given, examples, limit, forward, likelihood, progress)
+        if tolerance is not None and not split.held:
+            raise LimpetError(TOO_FEW)
         held_out = split.held or fisher.first.take(MOST_HELD_OUT // HELD_OUT)
         look = Look(own.model, held_out, fisher_likelihood(own, likelihood), forward, own.seed)
 
         def loss() -> float:
             with untouched(own.model):
-                return look.loss({})
+                return fisher.loss_scale * look.loss({})
 
-        measures = Measures(
-            forecast=lambda: float(own.forecast()),
-            loss=loss,
-            drift=(lambda: float(own.drift(forward=probe_forward))) if own.probes else None,
-        )
+        if not math.isfinite(loss()):  # measured before anything moves, so that targets are drawn from the tuned model
+            raise LimpetError("the loss on the new data is not finite: look for inf or nan, or for missing targets")
+
+        def drift() -> float:
+            found, ranks = own.drift(forward=probe_forward), current()
+            if ranks is None:
+                return float(found)
+            total, examples = ranks.numbers(float(found) * found.examples, found.examples)  # each rank has its probe
+            return total / examples
+
+        measures = Measures(forecast=lambda: float(own.forecast()), loss=loss, drift=drift if own.probes else None)
         found = solve(
             own.posterior, fisher, measures, weight=1.0 if counted else split.share, rank=rank, progress=progress
         )
@@ -145,11 +167,22 @@ def _usable(memory: Memory, model: nn.Module) -> Laplace:
         raise LimpetError("this memory knows no task yet: call memory.consolidate(old_batches) before the fine-tune")
     memory._refuse_inside_protect()
     memory._refuse_spread("repair")
+    _warn_of_merged(model)
     if memory.model is unwrapped(model):
+        memory.posterior.follow_devices()
         return memory
     own = restored(memory.state_dict(), model, memory.likelihood)
     assert isinstance(own, Laplace)
     return own
+
+
+def _warn_of_merged(model: nn.Module) -> None:
+    if any(getattr(module, "merged_adapters", None) for module in model.modules()):
+        warn(
+            "adapters are merged, so what is repaired is the weight that they are merged into: keep the merged model "
+            "(merge_and_unload), or call unmerge_adapter() before the repair",
+            LimpetWarning,
+        )
 
 
 def _new_fisher(
@@ -166,7 +199,7 @@ def _new_fisher(
     moved = {name for one in displacements(memory.model, known) for name in one.block.parameters}
     if not moved:
         raise LimpetError(
-            "the model has the very weights that the memory knows, so there is nothing to repair: give the tuned model"
+            "the model's weights equal the memory's mean, so there is nothing to repair: give the tuned model"
         )
     blocks = [block for block in memory._planned(also=moved) if moved.issuperset(block.parameters)]
     one_pass = FisherPass(
@@ -187,7 +220,7 @@ def fisher_likelihood(memory: Memory, likelihood: str | Likelihood | None) -> Li
     return memory.likelihood if likelihood is None else resolve(likelihood)
 
 
-class Split:
+class HeldOutSplit:
     """Batches, of which one in five is held out (or, where there is one alone, a fifth of its rows)."""
 
     def __init__(self, batches: Iterable[Any], *, hold_out: bool) -> None:
@@ -215,7 +248,7 @@ class Split:
             size = batch_size(batch) or 1
             if not self.hold_out or self._rows["held"] >= MOST_HELD_OUT:
                 yield self._passed(batch, size)
-            elif number % HELD_OUT == HELD_OUT - 1:
+            elif number % HELD_OUT == HELD_OUT - 1 or (number == 1 and not self.held):
                 self._hold(batch, size)
             elif number == 0 and size >= HELD_OUT:  # so that even a single batch leaves something to look at
                 cut = size - size // HELD_OUT
@@ -223,10 +256,6 @@ class Split:
                 yield self._passed(part(batch, slice(0, cut)), cut)
             else:
                 yield self._passed(batch, size)
-        if self.hold_out and not self.held:
-            raise LimpetError(
-                f"tolerance= holds one batch in {HELD_OUT} out, and there are fewer: give more batches, or strength="
-            )
 
     def _hold(self, batch: Any, rows: int) -> None:
         self.held.append(batch)
@@ -238,5 +267,9 @@ class Split:
 
     @property
     def share(self) -> float:
-        """The share of the rows that went into the pass."""
-        return self._rows["passed"] / max(sum(self._rows.values()), 1)
+        """The share of the rows that went into the pass, on all ranks."""
+        passed, held = self._rows["passed"], self._rows["held"]
+        ranks = current()
+        if ranks is not None:
+            passed, held = map(round, ranks.numbers(passed, held))
+        return passed / max(passed + held, 1)

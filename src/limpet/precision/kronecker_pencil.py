@@ -166,6 +166,7 @@ class KroneckerPencil(Pencil):
         *,
         columns: slice,
         slope: Tensor | None = None,
+        offset: Tensor | None = None,
         damping: Damping | None = None,
     ) -> None:
         damping = damping or Damping()
@@ -194,6 +195,9 @@ class KroneckerPencil(Pencil):
             self.moved = [d.to(self.like) for d in moved]
             self.targets = [self.new.apply(d) for d in self.moved]
             self.pull = None if pull is None else pull.to(self.like)
+        self.offset = None
+        if offset is not None:
+            self.offset = outputs.into(inputs.into(widened(offset)[..., columns]).mT).mT
         self.outputs = outputs.stored(self.like, with_dual=not self.exact)
         self.inputs = inputs.stored(self.like, with_dual=not self.exact)
 
@@ -241,13 +245,14 @@ class KroneckerPencil(Pencil):
         d = x - sum_of(self.moved)
         return float((d * self.new.apply(d)).sum()) / 2, float((x * self.old.apply(x)).sum()) / 2
 
-    def low_rank(self, strength: float, part: int, rank: int) -> tuple[Tensor, Tensor]:
+    def low_rank(self, strength: float, part: int, rank: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         if self.exact:
             c = self._closed(strength)[part]
         else:
             c = self.outputs.into(self.inputs.into(self._iterated(strength)[part]).mT).mT
+        c = scale * widened(c) - (0 if part or self.offset is None else self.offset)
         rows, columns = widened(self.outputs.root), widened(self.inputs.root)
-        left, right = truncated(rows.unsqueeze(-1) * widened(c) * columns, rank)
+        left, right = truncated(rows.unsqueeze(-1) * c * columns, rank)
         left, right = (left / rows.unsqueeze(-1)).to(self.like), (right / columns).to(self.like)
         return self.outputs.back(left.mT).mT, self.inputs.back(right)
 

@@ -71,16 +71,18 @@ class Pencil(ABC):
         """
 
     @abstractmethod
-    def low_rank(self, strength: float, part: int, rank: int) -> tuple[Tensor, Tensor]:
-        """A matrix of low rank that is near to a part's share of X(strength).
+    def low_rank(self, strength: float, part: int, rank: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """A matrix of low rank that is near to scale times a part's share of X(strength), less the first one's offset.
 
         Near in the metric of both curvatures, each divided by its mean, or the product that is nearest to it: a
-        truncated singular value decomposition in coordinates where that metric is the identity.
+        truncated singular value decomposition in coordinates where that metric is the identity. Dense blocks have no
+        such product, and are cut in the Euclidean metric.
 
         Args:
             strength: What the old curvature is multiplied by.
             part: Which part.
             rank: The rank.
+            scale: What X is multiplied by.
 
         Returns:
             left (rows, rank) and right (rank, columns), whose product it is.
@@ -94,6 +96,7 @@ def pencil(
     *,
     columns: slice,
     slope: Tensor | None = None,
+    offset: Tensor | None = None,
     damping: Damping | None = None,
 ) -> Pencil:
     """The path of a block between an old and a new curvature.
@@ -104,6 +107,7 @@ def pencil(
         parts: Tensors in the shape of the block that add up to D.
         columns: The columns that may move.
         slope: The linear term of the old penalty, where that is not centred at X = 0.
+        offset: What `low_rank` takes off the first part.
         damping: What is added to the diagonals.
 
     Returns:
@@ -113,7 +117,7 @@ def pencil(
 
     kinds: dict[type[Precision], Callable[..., Pencil]] = {Diagonal: DiagonalPencil, Dense: DensePencil}
     kind = kinds.get(type(old), KroneckerPencil)
-    return kind(old, new, parts, columns=columns, slope=slope, damping=damping)
+    return kind(old, new, parts, columns=columns, slope=slope, offset=offset, damping=damping)
 
 
 class DiagonalPencil(Pencil):
@@ -127,10 +131,12 @@ class DiagonalPencil(Pencil):
         *,
         columns: slice,
         slope: Tensor | None = None,
+        offset: Tensor | None = None,
         damping: Damping | None = None,
     ) -> None:
         damping = damping or Damping()
         self.like, self.parts = parts[0], [widened(part) for part in parts]
+        self.offset = None if offset is None else widened(offset)
         n = torch.stack([widened(term.diagonal) for term in new if isinstance(term, DiagonalTerm)]).sum(0)
         o = widened(old.fisher().values.plain)
         self.new, self.old = n + damping.new * n.mean(), o + damping.old * o.mean()
@@ -150,10 +156,11 @@ class DiagonalPencil(Pencil):
         x, d = sum_of(self._solved(strength)), sum_of(self.parts)
         return float((self.new * (x - d).square()).sum()) / 2, float((self.old * x.square()).sum()) / 2
 
-    def low_rank(self, strength: float, part: int, rank: int) -> tuple[Tensor, Tensor]:
+    def low_rank(self, strength: float, part: int, rank: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         metric = self.new / self.new.mean() + self.old / self.old.mean()
         rows, columns = metric.mean(-1).sqrt(), (metric.mean(-2) / metric.mean()).sqrt()
-        left, right = truncated(rows.unsqueeze(-1) * self._solved(strength)[part] * columns, rank)
+        x = scale * self._solved(strength)[part] - (0 if part or self.offset is None else self.offset)
+        left, right = truncated(rows.unsqueeze(-1) * x * columns, rank)
         return (left / rows.unsqueeze(-1)).to(self.like), (right / columns).to(self.like)
 
 
@@ -168,10 +175,12 @@ class DensePencil(Pencil):
         *,
         columns: slice,
         slope: Tensor | None = None,
+        offset: Tensor | None = None,
         damping: Damping | None = None,
     ) -> None:
         damping = damping or Damping()
         self.like, self.shape = parts[0], parts[0].shape
+        self.offset = None if offset is None else widened(offset)
         self.index = (
             torch.arange(self.shape.numel(), device=self.like.device).reshape(self.shape)[..., columns].flatten()
         )
@@ -201,17 +210,22 @@ class DensePencil(Pencil):
         x, c = sum_of(self._solved(strength)), sum_of(self.coordinates)
         return float((x - c).square().sum()) / 2, float((self.values * x.square()).sum()) / 2
 
-    def low_rank(self, strength: float, part: int, rank: int) -> tuple[Tensor, Tensor]:
-        left, right = truncated(self._block(self._solved(strength)[part]), rank)
+    def low_rank(self, strength: float, part: int, rank: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        x = scale * self._block(self._solved(strength)[part]) - (0 if part or self.offset is None else self.offset)
+        left, right = truncated(x, rank)
         return left.to(self.like), right.to(self.like)
 
 
 def damped(factor: Tensor, amount: float, *, is_diagonal: bool = False) -> Tensor:
     """M + amount mean(diag M) I for matrices (..., n, n), or for their diagonals (..., n)."""
     entries = factor if is_diagonal else factor.diagonal(dim1=-2, dim2=-1)
-    added = amount * entries.mean(-1, keepdim=True).expand(entries.shape)
+    # never quite zero, so that a part that no example has touched (a dead group) does not make it singular
+    added = (amount * entries.mean(-1, keepdim=True)).clamp_min(SMALLEST).expand(entries.shape)
     return factor + (added if is_diagonal else torch.diag_embed(added))
 
+
+SMALLEST = 1e-30
+"""What is added to a diagonal at the least."""
 
 OVERSAMPLING, POWERS = 8, 4
 """Directions beyond the rank, and power iterations, of the randomised range finder."""

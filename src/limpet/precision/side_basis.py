@@ -10,7 +10,7 @@ from torch import Tensor
 from limpet.precision.block_diagonal import Matrix, diagonal, joined, pieces
 from limpet.precision.kronecker import Basis
 from limpet.precision.linalg import generalised_eigen, widened
-from limpet.precision.pencil import damped
+from limpet.precision.pencil import SMALLEST, damped
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Factor:
         if self.is_diagonal and isinstance(self.matrix, Tensor):
             return Factor(damped(self.matrix, amount, is_diagonal=True), True)
         # one mean for all pieces, as if the factor were whole
-        added = amount * self.diagonal.mean(-1, keepdim=True)
+        added = (amount * self.diagonal.mean(-1, keepdim=True)).clamp_min(SMALLEST)
         parts = [piece + torch.diag_embed(added.expand(piece.shape[:-1])) for piece in pieces(self.matrix)]
         return Factor(joined(parts), False)
 

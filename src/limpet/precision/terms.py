@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from limpet.precision.block_diagonal import Matrix, pieces
+from limpet.precision.block_diagonal import Matrix, diagonal, pieces
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,13 @@ class KroneckerTerm:
         """`factor` times this Fisher."""
         return KroneckerTerm(self.inputs, self.outputs * factor, self.inputs_diagonal, self.outputs_diagonal)
 
+    def is_positive(self) -> bool:
+        """Whether it is not all zero."""
+        return all(
+            bool((diagonal(factor, is_diagonal) > 0).any())
+            for factor, is_diagonal in ((self.inputs, self.inputs_diagonal), (self.outputs, self.outputs_diagonal))
+        )
+
     def is_finite(self) -> bool:
         """Whether no entry is inf or nan."""
         return all(bool(torch.isfinite(piece).all()) for piece in (*pieces(self.inputs), *pieces(self.outputs)))
@@ -63,6 +70,10 @@ class DiagonalTerm:
         """`factor` times this Fisher."""
         return DiagonalTerm(self.diagonal * factor)
 
+    def is_positive(self) -> bool:
+        """Whether it is not all zero."""
+        return bool((self.diagonal > 0).any())
+
     def is_finite(self) -> bool:
         """Whether no entry is inf or nan."""
         return bool(torch.isfinite(self.diagonal).all())
@@ -81,6 +92,10 @@ class DenseTerm:
     def scaled(self, factor: float) -> DenseTerm:
         """`factor` times this Fisher."""
         return DenseTerm(self.matrix * factor)
+
+    def is_positive(self) -> bool:
+        """Whether it is not all zero."""
+        return bool((self.matrix.diagonal() > 0).any())
 
     def is_finite(self) -> bool:
         """Whether no entry is inf or nan."""
