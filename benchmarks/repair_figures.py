@@ -1,10 +1,12 @@
 """The tables and the figure of results/repair, from what the three benchmarks of repair have kept.
 
-python benchmarks/repair_figures.py
+python benchmarks/repair_figures.py                      # tables and figure
+python benchmarks/repair_figures.py --collect runs       # first take in what `limpet run ... --out runs/NAME` wrote
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterable
@@ -81,12 +83,36 @@ def mnist_table() -> str:
     return markdown(header, rows)
 
 
+def collect(folder: Path) -> None:
+    """Keep a line of every run in a folder."""
+    kept = {(p["experiment"], p["method"], p["seed"]): p for p in points("many_tasks")}
+    for path in sorted(folder.glob("*/run.json")):
+        run = json.loads(path.read_text())
+        recipe, metrics = run["recipe"], run["metrics"]
+        point = {"experiment": run["experiment"], "method": recipe["method"], "seed": recipe["seed"]}
+        point |= {name: metrics[name] for name in ("average_accuracy", "first_task", "last_task")}
+        point |= {"repair": recipe["memory"].get("repair"), "strength": recipe["memory"]["strength"]}
+        kept[point["experiment"], point["method"], point["seed"]] = point | {"environment": run["environment"]}
+    (RESULTS / "many_tasks.jsonl").write_text("".join(json.dumps(point) + "\n" for point in kept.values()))
+
+
+def many_tasks_table() -> str:
+    """Mean accuracy in the end of every sequence and method."""
+    found = grouped(points("many_tasks"), lambda p: p["method"])
+    sequences = list(grouped(points("many_tasks"), lambda p: p["experiment"]))
+    rows = []
+    for method, some in found.items():
+        cells = [[p["average_accuracy"] for p in some if p["experiment"] == sequence] for sequence in sequences]
+        rows.append([method, *(spread(cell, 1) if cell else "" for cell in cells)])
+    return markdown(["", *sequences], rows)
+
+
 def tables() -> list[str]:
     """All tables of the page for which something was measured."""
     kinds = [("lora", "self"), ("full", "self"), ("lora", "text")]
     kept = {(p["kind"], p["source"]) for p in points("language")}
     found = [language_table(*one) for one in kinds if one in kept]
-    return [*found, *(sentence_table(rate) for rate in ("1e-4", "2e-4")), mnist_table()]
+    return [*found, *(sentence_table(rate) for rate in ("1e-4", "2e-4")), mnist_table(), many_tasks_table()]
 
 
 def draw(path: Path) -> None:
@@ -123,14 +149,20 @@ def draw(path: Path) -> None:
     )  # fmt: skip
     left.set_xlim(right=3.6)
     right.set(xlabel="accuracy on the new task (%)", ylabel="accuracy on the old task (%)", title="MiniLM, rate 2e-4")
-    before = [p["before"][0] for p in sentences if p["what"] == "tuned"]
-    for value in before:
-        right.axhline(value, color="#999999", linewidth=0.8, linestyle=":")
+    for number, value in enumerate(p["before"][0] for p in sentences if p["what"] == "tuned"):
+        label = None if number else "before the fine-tune"
+        right.axhline(value, color="#999999", linewidth=0.8, linestyle=":", label=label)
     left.legend(frameon=False, fontsize=9)
+    right.legend(frameon=False, fontsize=9, loc="lower left")
     figure.savefig(path, dpi=130)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--collect", type=Path, help="a folder of runs")
+    options = parser.parse_args()
+    if options.collect is not None:
+        collect(options.collect)
     for table in tables():
         print(table, end="\n\n")
     draw(RESULTS / "paths.png")

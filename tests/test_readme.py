@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -101,6 +102,23 @@ def test_the_lines_for_a_trained_network_run() -> None:
     assert learned <= held < learned + (forgotten - learned) / 2
 
 
+def test_the_lines_for_repair_run(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    base, x, y = torch.nn.Linear(5, 3), torch.randn(200, 5), torch.randint(0, 3, (200,))
+    optimizer = torch.optim.SGD(base.parameters(), lr=0.5)
+    for _ in range(20):
+        fit(base, optimizer, [(x, y)])
+    tuned = copy.deepcopy(base)
+    new = [(torch.randn(100, 5) + 2, torch.randint(0, 3, (100,)))]
+    fit(tuned, torch.optim.Adam(tuned.parameters(), lr=0.1), new * 30)
+    forgotten = torch.nn.functional.cross_entropy(tuned(x), y).item()
+    names: dict[str, Any] = {"limpet": limpet, "base": base, "tuned": tuned}
+    exec(marked("repair"), names | {"old_loader": [(x, y)], "new_loader": new})
+    learned, left = (torch.nn.functional.cross_entropy(model(x), y).item() for model in (base, tuned))
+    assert left - learned < 0.3 * (forgotten - learned)
+    assert "drift" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_lines_for_many_processes_run(tmp_path: Path) -> None:
     (tmp_path / "lines.py").write_text(PROCESSES.format(code=marked("processes")))
@@ -125,7 +143,7 @@ def test_commands_are_such() -> None:
         for line in block.splitlines()
     ]
     found = [shlex.split(line, comments=True) for line in lines if line.startswith("limpet ")]
-    assert {words[1] for words in found} >= {"run", "sweep", "report", "consolidate"}
+    assert {words[1] for words in found} >= {"run", "sweep", "report", "consolidate", "repair", "drift"}
     for _, name, *arguments in found:
         commands[name].make_context(name, arguments)  # an option that is not there raises
 
