@@ -124,7 +124,7 @@ def draw(path: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     language = [p for p in points("language") if p["kind"] == "lora" and p["source"] == "self" and p["scale"] == 1]
-    sentences = [p for p in points("sentences") if p["rate"] == "2e-4"]
+    sentences = [p for p in points("sentences") if p["rate"] == "1e-4"]
     panels: list[tuple[Any, list[Point], Callable[[Point], float], Callable[[Point], float]]] = [
         (left, language, lambda p: float(p["new"]), lambda p: float(p["drift"])),
         (right, sentences, lambda p: float(p["new"][0]), lambda p: float(p["old"][0])),
@@ -148,12 +148,17 @@ def draw(path: Path) -> None:
         title="SmolLM2-135M learns German by LoRA",
     )  # fmt: skip
     left.set_xlim(right=3.6)
-    right.set(xlabel="accuracy on the new task (%)", ylabel="accuracy on the old task (%)", title="MiniLM, rate 2e-4")
+    right.set(
+        xlabel="accuracy on the new task (%)",
+        ylabel="accuracy on the old task (%)",
+        title="MiniLM learns a second task",
+    )
     for number, value in enumerate(p["before"][0] for p in sentences if p["what"] == "tuned"):
         label = None if number else "before the fine-tune"
         right.axhline(value, color="#999999", linewidth=0.8, linestyle=":", label=label)
     left.legend(frameon=False, fontsize=9)
-    right.legend(frameon=False, fontsize=9, loc="lower left")
+    dotted = [line for line in right.get_lines() if line.get_linestyle() == ":"]
+    right.legend(handles=dotted[:1], frameon=False, fontsize=9, loc="lower left")
     figure.savefig(path, dpi=130)
 
 
