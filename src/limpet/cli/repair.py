@@ -72,9 +72,7 @@ def repair_command(
         rank=rank,
         examples=total,
     )
-    after = found.measured()
-    before = found.undo().measured()
-    found.at(after.strength, after.scale)
+    before, after = found.compared()
     for name, old, new in (
         ("loss on the new text", before.loss, after.loss),
         ("drift", before.drift, after.drift),

@@ -144,6 +144,18 @@ class Repair:
             None if drift is None else drift(),
         )
 
+    def compared(self) -> tuple[Point, Point]:
+        """What is measured at the tuned weights, and where the model is now, where it is left.
+
+        Returns:
+            The point before the repair, and the point after it.
+        """
+        after = self.measured()
+        try:
+            return self.undo().measured(), after
+        finally:
+            self.at(after.strength, after.scale)
+
     def path(self, strengths: Sequence[float] = LADDER) -> list[Point]:
         """What is measured along the path; the model is left where it was.
 

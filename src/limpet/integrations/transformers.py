@@ -130,9 +130,7 @@ class MemoryCallback(TrainerCallback):
     def _repair(self, model: nn.Module, data: Iterable[Any], state: TrainerState) -> None:
         options = {"examples": self._count, "limit": self.limit or MEASURED, **(self.repair or {})}
         self.repaired = found = repair(model, self.memory, data, **options)
-        after = found.measured()
-        before = found.undo().measured()
-        found.at(after.strength, after.scale)
+        before, after = found.compared()
         logged: dict[str, Any] = {"repair_strength": after.strength}
         for when, point in (("tuned", before), ("repaired", after)):
             for name in ("forecast", "loss", "drift"):
