@@ -26,8 +26,8 @@ from torch import nn
 
 import limpet
 from learner import Learner
-from limpet.experiments.lessons import Lesson
 from limpet.experiments.metrics import score
+from limpet.experiments.tasks import Lesson
 from limpet.experiments.training import TaskTraining
 from versions import versions
 

@@ -32,8 +32,8 @@ import transformers
 from torch import Tensor, nn
 
 import limpet
-from limpet.curvature import Block, discover
-from limpet.language import texts
+from limpet.integrations.causal_lm import iter_texts
+from limpet.model import Block, discover
 from versions import versions
 
 RESULTS = Path(__file__).parents[1] / "results" / "language"
@@ -68,7 +68,7 @@ COMMON = "kronecker 100"  # the run whose end all others are compared at
 
 def read(path: Path) -> str:
     """The text of a file, without tags."""
-    text = "\n\n".join(texts(str(path)))
+    text = "\n\n".join(iter_texts(str(path)))
     return re.sub(r"[ \t]+", " ", re.sub(r"<[^>]*>", " ", text)) if path.suffix in (".csv", ".html") else text
 
 

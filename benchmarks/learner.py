@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from limpet.experiments import METHODS, load_preset
-from limpet.experiments.lessons import Lessons
 from limpet.experiments.methods import Laplace, with_structure
+from limpet.experiments.tasks import Lessons
 
 
 class Learner:

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import limpet
-from limpet.curvature import Fisher, FisherPass, Structure, discover
-from limpet.measuring import measure as measure_curve
+from limpet.curvature import Fisher, FisherPass, Structure
+from limpet.forgetting.measurement import measure as measure_curve
+from limpet.model import discover
 from versions import in_words
 
 BATCH = 250
@@ -161,7 +162,7 @@ def adapters(rounds: int, side: int = 1536, rank: int = 8) -> dict[str, float]:
     memory.consolidate([(torch.randn(200, side), torch.randint(0, side, (200,)))], progress=False)
     apply = memory.posterior.held["0"].precision.applier()
     model[0] = Adapted(model[0], rank)  # type: ignore[arg-type]
-    thin = memory.posterior.thin()["0"]
+    thin = memory.posterior.lora_penalties()["0"]
     (adapter,) = thin.adapters
 
     @torch.no_grad()

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import limpet
-from limpet.curvature import Block, FisherPass, Structure, discover
+from limpet.curvature import FisherPass, Structure
+from limpet.model import Block, discover
 from limpet.precision import DiagonalTerm, KroneckerTerm, Term
 from peer_cases import diagonal
 

@@ -120,7 +120,7 @@ def main() -> None:
     ours_fit = time.perf_counter() - begin
     evidence: dict[str, Any] = {"prior_precision": "evidence"}
     for how in ("probit", "linearised", "sampled"):
-        predict = partial(memory.predictive, how=how, draws=20 if how == "sampled" else 100, **evidence)
+        predict = partial(memory.predictive, link_approximation=how, draws=20 if how == "sampled" else 100, **evidence)
         rows[f"limpet, {how}"] = judged(predict, test, labels, others)
     begin = time.perf_counter()
     other = theirs(model, x[: options.fitted], y[: options.fitted])

@@ -199,7 +199,7 @@ def speed(rounds: int) -> dict[str, Any]:
         return time.perf_counter() - begin, found
 
     def alone() -> limpet.OnlineLaplace | None:
-        with limpet.parallel.alone():
+        with limpet.distributed.alone():
             return consolidated(0, 1) if rank == 0 else None
 
     seconds: dict[str, list[float]] = {"1": [], str(size): []}

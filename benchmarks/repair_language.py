@@ -6,10 +6,11 @@
 
 The model learns the new text by LoRA on all linear layers (kind "lora"), or by all weights but the vocabulary matrix
 (kind "full"), with AdamW and nothing that protects it. Adapters and checkpoints are written in the formats of peft and
-transformers. A memory is made of the model's own samples (source "self") or of old text (source "text"). Then the model
-is repaired, at several strengths, and beside that its update is scaled. Losses are in nats per token on held-out
-pieces, drift is KL(before || after) per token on samples that no memory has seen. A point is kept when it is measured,
-so a command that was stopped goes on with the next one.
+transformers. Kind "merged" is "lora" with the adapters merged into the weights before the repair, so that the repaired
+change may have any rank. A memory is made of the model's own samples (source "self") or of old text (source "text").
+Then the model is repaired, at several strengths, and its update is scaled for comparison. Losses are in nats per token
+on held-out text, drift is KL(before || after) per token on samples that no memory has seen. Every point is recorded
+as soon as it is measured, so a command that was stopped resumes with the next one.
 
 M is a folder or a name on the hub; texts are .txt, .html (without its tags), or .csv (its column "text").
 """
@@ -31,14 +32,14 @@ import limpet
 from language import BATCH, HELD_OUT, LINEAR, MEMORY_TOKENS, NEW_BLOCKS, RANK, blocks, loss
 from limpet.forgetting.drift import measured_drift
 from limpet.forgetting.probe import Probe
-from limpet.language import remember, self_samples
+from limpet.integrations.causal_lm import consolidate_lm, self_samples
 from versions import versions
 
 RESULTS = Path(__file__).parents[1] / "results" / "repair"
 SAMPLE_LENGTH = 64
-SAMPLES = {"probe": (60, 1), "test": (40, 2), "memory": (MEMORY_TOKENS // (SAMPLE_LENGTH - 1), 0)}  # rows, seed
+SAMPLES = {"probe": (240, 1), "test": (160, 2), "memory": (MEMORY_TOKENS // (SAMPLE_LENGTH - 1), 0)}  # rows, seed
 CURVATURE_TOKENS = 7_500  # of which a fifth is held out
-STRENGTHS = (0.3, 1.0, 2.0, 3.0, 10.0)
+STRENGTHS = (0.3, 1.0, 3.0, 10.0)
 SCALED = ((1.0, 0.85),)
 SCALES = (0.7, 0.55, 0.4, 0.25)
 TOLERANCE, BUDGETS = 0.02, (0.3, 0.15, 0.08)
@@ -129,7 +130,9 @@ def remembered(options: argparse.Namespace) -> None:
     probe = torch.split(samples(options, "probe"), BATCH)
     model, begin = fresh(options.model), time.perf_counter()
     model.get_input_embeddings().requires_grad_(False)
-    memory = remember(model, torch.split(rows, BATCH), probe=probe, strength=1.0, checkpoint=path.with_suffix(".pass"))
+    memory = consolidate_lm(
+        model, torch.split(rows, BATCH), probe=probe, strength=1.0, checkpoint=path.with_suffix(".pass")
+    )
     memory.save(path)
     print(f"{path}: {memory.examples} tokens, {time.perf_counter() - begin:.0f} s, {memory.nbytes / 1e9:.2f} GB")
 
@@ -152,10 +155,12 @@ class Bench:
         self.old_test = blocks(tokenizer, options.old, HELD_OUT, seed=0)
         test = [{"input_ids": part} for part in torch.split(samples(options, "test"), BATCH)]
         self.probe = exact_probe(fresh(options.model), test)
-        folder = options.work / f"{options.kind}-{options.seed}"
-        self.model: Any = fresh(options.model if options.kind == "lora" else str(folder))
-        if options.kind == "lora":
+        folder = options.work / f"{'full' if options.kind == 'full' else 'lora'}-{options.seed}"
+        self.model: Any = fresh(str(folder) if options.kind == "full" else options.model)
+        if options.kind != "full":
             self.model = peft.PeftModel.from_pretrained(self.model, folder)
+        if options.kind == "merged":
+            self.model = self.model.merge_and_unload()
         self.path = RESULTS / "language.jsonl"
         kept = self.path.read_text().splitlines() if self.path.exists() else []
         self.done = {_key(json.loads(line)) for line in kept}
@@ -177,8 +182,8 @@ class Bench:
     def run(self) -> None:
         """All points of one tuned model that are not there yet."""
         options = self.options
-        first = options.source == "self"  # what needs no memory is measured once
-        if first:
+        first = options.source == "self" and options.kind != "merged"
+        if options.source == "self":
             self._point("tuned", 0.0)
         memory = limpet.load(options.work / f"memory-{options.source}.safetensors", self.model)
         rows = self.new[: CURVATURE_TOKENS // (SAMPLE_LENGTH - 1)]
@@ -222,7 +227,7 @@ def main() -> None:
     parser.add_argument("--old", type=Path, nargs="+", default=[])
     parser.add_argument("--work", type=Path, default=Path("repair"), help="where models and memories are kept")
     parser.add_argument("--source", choices=["self", "text"], default="self")
-    parser.add_argument("--kind", choices=list(STEPS), default="lora")
+    parser.add_argument("--kind", choices=[*STEPS, "merged"], default="lora")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()

@@ -112,13 +112,13 @@ def run(options: argparse.Namespace, seed: int, record: Any) -> None:
     start = copy.deepcopy(model.state_dict())
     before = experiment.scores(OLD, head)
 
-    def begin_anew() -> None:
+    def restart() -> None:
         model.load_state_dict(start)
         torch.manual_seed(1000 + seed)
         model.classifier = nn.Linear(model.config.hidden_size, 2)
 
     for rate, (lr, steps) in RATES.items():
-        begin_anew()
+        restart()
         experiment.fit(model, NEW, lr, steps)
 
         def keep(what: str, at: float, seconds: float = 0.0, strength: float | None = None, rate: str = rate) -> None:
@@ -143,7 +143,7 @@ def run(options: argparse.Namespace, seed: int, record: Any) -> None:
         for scale in SCALES:
             repair.at(0.0, scale)
             keep("scale", scale)
-        begin_anew()
+        restart()
         experiment.fit(model, NEW, lr, steps, memory)
         keep("protect", memory.history.tasks[0].curve.strength)
 

@@ -1,4 +1,4 @@
-"""What a memory of a large language model costs, by `limpet.plan`: nothing is allocated, shapes are all that is needed.
+"""What a memory of a large language model costs, by `limpet.planning.plan`: computed from shapes, nothing is allocated.
 
     python benchmarks/scale.py            print the tables, and put them into docs/scale.md
     python benchmarks/scale.py --check    say whether the document has them as they are
@@ -25,8 +25,8 @@ import torch
 import transformers
 from torch import nn
 
-from limpet.methods.memory import MAX_SIDE
-from limpet.plan import Load, Plan, in_bytes, percent, plan
+from limpet.methods.memory import MAX_FACTOR_SIZE
+from limpet.planning.plan import Load, Plan, in_bytes, percent, plan
 from ranks import BATCHES, EVERY, RESULTS, TASKS, deep
 
 ROOT = Path(__file__).parents[1]
@@ -105,11 +105,11 @@ def memory() -> list[Line]:
     """Bytes of the memory, in all and on the fullest rank."""
     settings: dict[str, dict[str, Any]] = {
         "diagonal": {"structure": "diagonal"},
-        f"kronecker, pieces to {MAX_SIDE:,}": {},
-        "the same, bases in float16 at rest": {"at_rest": "float16"},
-        "the same, with the vocabulary": {"at_rest": "float16", "vocabulary": True},
-        f"kronecker, pieces to {LONGER:,}": {"max_side": LONGER},
-        "kronecker, every side whole": {"max_side": EVERY_SIDE},
+        f"kronecker, pieces to {MAX_FACTOR_SIZE:,}": {},
+        "the same, bases in float16 at rest": {"storage_dtype": "float16"},
+        "the same, with the vocabulary": {"storage_dtype": "float16", "vocabulary": True},
+        f"kronecker, pieces to {LONGER:,}": {"max_factor_size": LONGER},
+        "kronecker, every side whole": {"max_factor_size": EVERY_SIDE},
     }
     lines: list[Line] = [("model", "memory", "in all", *(f"fullest of {ranks}" for ranks in RANKS))]
     for name in MODELS:

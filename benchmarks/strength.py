@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from learner import Learner
-from limpet.experiments.lessons import Lesson
 from limpet.experiments.methods import CURVATURE_BATCH, Shuffled, _forward
 from limpet.experiments.metrics import score
+from limpet.experiments.tasks import Lesson
 from limpet.experiments.training import TaskTraining
 from versions import versions
 

@@ -26,7 +26,8 @@ from torch import Tensor
 
 import limpet
 from language import BATCH, LENGTH, LINEAR, RANK, RESULTS, blocks
-from limpet.curvature import FisherPass, Structure, discover
+from limpet.curvature import FisherPass, Structure
+from limpet.model import discover
 from limpet.precision import KroneckerTerm
 
 TOKENS = (500, 1000, 2000, 4000, 8000)

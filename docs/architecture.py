@@ -4,7 +4,7 @@
     python docs/architecture.py --check only say what is wrong
 
 A part is a folder or a module right in src/limpet. It may import from layers below its own and, where no circle comes
-of it, from its own. `tests/test_architecture.py` fails otherwise. A new file in a folder needs no change here.
+of it, from its own. `tests/project/test_architecture.py` fails otherwise. A new file in a folder needs no change here.
 """
 
 from __future__ import annotations
@@ -22,31 +22,26 @@ FACE = "limpet"
 """The name that `limpet/__init__.py` has as a part."""
 
 LAYERS: list[tuple[str, list[str]]] = [
-    ("ground", ["errors", "version", "files"]),
-    ("many processes", ["parallel"]),
-    ("pieces, each by itself", ["precision", "likelihoods", "layers", "calibration", "optimizers"]),
-    ("one pass over data", ["curvature", "costs", "spread"]),
-    ("the Gaussian", ["thin", "posterior", "surroundings", "pull"]),
-    (
-        "what a memory does for you",
-        [
-            *("measuring", "forecast", "budget", "protect", "protect_sharded", "evidence", "linearised"),
-            *("predictive", "report", "store", "dcp", "dcp_reader", "hub", "forgetting"),
-        ],
-    ),
-    ("the face", ["methods", "loading", FACE]),
-    ("around it", ["language", "inspection", "blueprint", "plan"]),
-    ("on top", ["integrations", "experiments", "cli", "__main__"]),
+    ("foundation", ["errors", "version", "deprecation"]),
+    ("independent", ["precision", "likelihoods", "layers", "distributed"]),
+    ("model and files", ["model", "io"]),
+    ("curvature", ["curvature"]),
+    ("posterior", ["posterior"]),
+    ("uses of a posterior", ["predictive", "forgetting"]),
+    ("training", ["protection"]),
+    ("methods", ["methods", FACE]),
+    ("applications", ["planning", "integrations"]),
+    ("commands", ["experiments", "cli", "__main__"]),
 ]
 """From the ground up. A name for which there is no part does no harm."""
 
-ALONE = {"precision", "likelihoods", "layers"}
+ALONE = {"precision", "likelihoods", "layers", "distributed"}
 """Parts that know nothing of limpet but its errors."""
 
 ROW = 0.62
 """Inches from one row of the drawing to the next; columns are counted in inches."""
 
-EVERYWHERE = {"errors", "version"}
+EVERYWHERE = {"errors", "version", "deprecation"}
 """What so many parts import that it is left out of the drawing."""
 
 NEEDED = {"torch", "numpy", "safetensors"}
@@ -80,7 +75,7 @@ def part_of(path: Path, source: Path) -> str:
 
 
 def imports(source: Path = SOURCE) -> list[Import]:
-    """Every import in the package, but those that only type checkers see."""
+    """Every import in the package, those inside functions and under TYPE_CHECKING included."""
     found = []
     for path in sorted(source.rglob("*.py")):
         part, shown = part_of(path, source), str(path.relative_to(source.parents[1]))
@@ -99,8 +94,7 @@ def statements(node: ast.AST, at_load: bool) -> Iterator[tuple[ast.Import | ast.
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child, at_load
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-            for other in child.orelse:
-                yield from statements(other, at_load)
+            yield from statements(child, False)
         else:
             inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             yield from statements(child, at_load and not inside)
@@ -152,10 +146,24 @@ def wrong(source: Path = SOURCE) -> list[str]:
                 f"{one.place}: '{one.part}' is a core part and imports {one.target} when it is loaded: import it in "
                 "the function that needs it"
             )
-    circle = a_circle({part: downwards(found, part) for part in existing(source)})
+    circle = a_circle({part: downwards(found, part) for part in existing(source)}) or a_circle(modules(source))
     if circle:
         said.append(f"a circle of imports: {' -> '.join(circle)}; move what both need into a part below them")
     return said
+
+
+def modules(source: Path = SOURCE) -> dict[str, list[str]]:
+    """The modules of limpet that each of its modules imports, anywhere in it."""
+    known = {".".join(path.relative_to(source.parent).with_suffix("").parts): path for path in source.rglob("*.py")}
+    graph: dict[str, list[str]] = {}
+    for module, path in known.items():
+        graph[module] = []
+        for node, _ in statements(ast.parse(path.read_text()), True):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else [""]
+            for target in targets(node, path, source):
+                inside = {f"{target}.{name}" for name in names} & known.keys()
+                graph[module] += sorted(inside or {target} & known.keys())
+    return graph
 
 
 def standard(package: str) -> bool:

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from matplotlib.figure import Figure
 
-from limpet.experiments.collection import gather
+from limpet.experiments.results import gather
 
 ROOT = Path(__file__).parents[1]
 LINES = {

@@ -52,7 +52,7 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def in_pieces(model: nn.Module, size: int) -> nn.Module:
+def is_sharded(model: nn.Module, size: int) -> nn.Module:
     """The model under fully_shard: each of its parts, and the whole."""
     if size > 1:
         scalars = {parameter for parameter in model.parameters() if not parameter.dim()}  # fully_shard takes none
@@ -75,9 +75,9 @@ def passes(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None
     for name in NETWORKS:
         for structure, fisher in itertools.product(STRUCTURES, FISHERS):
             model, x, y = networks.build(name)
-            model = in_pieces(model, size) if sharded else model
-            max_side = 4 if fisher == "sampled" else 4096  # so that sides in pieces are among them
-            memory = limpet.OnlineLaplace(model, structure=structure, fisher=fisher, max_side=max_side)
+            model = is_sharded(model, size) if sharded else model
+            max_factor_size = 4 if fisher == "sampled" else 4096  # so that sides in pieces are among them
+            memory = limpet.OnlineLaplace(model, structure=structure, fisher=fisher, max_factor_size=max_factor_size)
             x, y = torch.cat([x, x.flip(1), x, x.flip(1)]), torch.cat([y, y, y.flip(0), y])
             for data in ((x, y), (x.flip(0), y)):
                 memory.consolidate(shards(*data, rank, size), progress=False)
@@ -98,7 +98,7 @@ def train(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None:
         y = torch.randint(0, 3, (80,), generator=torch.Generator().manual_seed(2))
         net: nn.Module = model
         if size > 1:
-            net = in_pieces(model, size) if sharded else DistributedDataParallel(model)
+            net = is_sharded(model, size) if sharded else DistributedDataParallel(model)
         memory = limpet.OnlineLaplace(net, strength=4.0)
         memory.consolidate([(x[rank::size], y[rank::size])], progress=False)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
@@ -117,13 +117,13 @@ def train(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None:
 def transformer(size: int) -> tuple[nn.Module, Tensor, Tensor]:
     """A network of several blocks, in pieces."""
     model, x, y = networks.build("transformer")
-    return in_pieces(model, size), x, y
+    return is_sharded(model, size), x, y
 
 
 def keep(folder: Path, rank: int, size: int) -> None:
     """Saved inside `protect`, so that what a proximal step carries on is saved, too."""
     model, x, y = transformer(size)
-    memory = limpet.PerTaskLaplace(model, strength=3.0, max_side=3)
+    memory = limpet.PerTaskLaplace(model, strength=3.0, max_factor_size=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     memory.consolidate([(x, y)], progress=False)
     for task in range(2):
@@ -149,7 +149,7 @@ def stoppable(folder: Path, kind: str, dies: str, rank: int, size: int) -> None:
     """With kill -9, in the middle, once: the last rank, or every one."""
     model, x, y = networks.build("transformer")
     if kind == "sharded":
-        model = in_pieces(model, size)
+        model = is_sharded(model, size)
     x, y = torch.cat([x, x.flip(1), x + 1, x - 1]), torch.cat([y, y.flip(0), y, y])
     batches = list(zip(x.split(2), y.split(2), strict=True))[:-1]  # eleven: in the end a rank has nothing left
     killed, calls = folder / "killed", 0
@@ -169,7 +169,7 @@ def stoppable(folder: Path, kind: str, dies: str, rank: int, size: int) -> None:
         return model(batch[0]), batch[1]
 
     memory = limpet.OnlineLaplace(model, fisher="exact")
-    shared = limpet.parallel.Shared(batches)
+    shared = limpet.distributed.ReplicatedBatches(batches)
     with patch.object(Checkpoint, "SECONDS", 0.0), patch.object(Checkpoint, "save", noted):
         memory.consolidate(shared, forward=forward, checkpoint=folder / "pass.safetensors", progress=False)
     if rank == 0 or kind == "sharded":
@@ -182,14 +182,14 @@ def measure_bytes(folder: Path, rank: int, size: int) -> None:
     """Three tasks; activations are next to nothing beside the weights."""
     torch.manual_seed(0)
     layers = [layer for _ in range(24) for layer in (nn.Linear(96, 96), nn.Tanh())]
-    model = in_pieces(nn.Sequential(*layers, nn.Linear(96, 4)), size)
+    model = is_sharded(nn.Sequential(*layers, nn.Linear(96, 4)), size)
     memory = limpet.OnlineLaplace(model, fisher="sampled")
     peaks = []
     for _ in range(3):
         with LiveBytes() as live:
             memory.consolidate([(torch.randn(4, 96), torch.randint(0, 4, (4,)))] * 2, progress=False)
         peaks.append(live.peak)
-    pieces = sum(limpet.parallel.local(p).nbytes for p in model.parameters())
+    pieces = sum(limpet.distributed.local(p).nbytes for p in model.parameters())
     block = max(held.nbytes for held in memory.posterior.held.values())
     told = {"bytes": memory.nbytes, "peaks": peaks, "pieces": pieces, "block": block}
     (folder / f"{rank} of {size}.json").write_text(json.dumps(told))
@@ -229,7 +229,7 @@ def callback(folder: Path, rank: int, size: int) -> None:
 
 def reduced(rank: int) -> None:
     """Whole numbers stay whole beside floats, above what float32 can count."""
-    ranks = limpet.parallel.current()
+    ranks = limpet.distributed.current()
     assert ranks is not None
     sums = {"a": torch.full((2,), rank + 0.5), "count": torch.tensor(2**24 + rank), "b": torch.ones(1) * rank}
     found = ranks.reduce(sums, 1)
@@ -251,7 +251,7 @@ def wrong(rank: int) -> None:
         memory.consolidate([(x, y)], progress=False)
     except CurvatureError as error:
         say(f"rank {rank} heard: {error}")
-    with limpet.parallel.alone():
+    with limpet.distributed.alone():
         if rank == 0:
             memory.consolidate([(x, y)], progress=False)
             say(f"alone: {memory.examples}")

@@ -3,7 +3,7 @@
     python tests/old_files.py       write the files of the present format, where there are none yet
 
 Weights and data come from sines, not from a random generator, so that they are the same with every torch. A file is
-never written again: what it says is kept beside it in `expected.json`, and `tests/test_old_files.py` compares.
+never written again: what it says is kept beside it in `expected.json`, and `tests/methods/test_old_files.py` compares.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import limpet
-from limpet import files
+from limpet.io import tensor_file
 
 DATA = Path(__file__).parent / "data"
 STRUCTURES = ["diagonal", "kronecker", "kronecker-sum", "dense"]
@@ -64,10 +64,12 @@ def task(number: int) -> list[tuple[Tensor, Tensor]]:
     return [(tokens, (1.5 + 1.5 * sines(number + 0.5, 12)).long().clamp(0, 2))]
 
 
-def laplace(method: str, structure: str, max_side: int = 5) -> limpet.Memory:
+def laplace(method: str, structure: str, max_factor_size: int = 5) -> limpet.Memory:
     """Two tasks, of different strengths, so that the sums with and without them differ."""
     model = Net()
-    memory = METHODS[method](model, structure=structure, strength=20.0, prior_precision=0.1, max_side=max_side)
+    memory = METHODS[method](
+        model, structure=structure, strength=20.0, prior_precision=0.1, max_factor_size=max_factor_size
+    )
     for number in range(2):
         earlier = {"earlier": [task(0)]} if number and method == "approximate-laplace" else {}
         memory.consolidate(task(number), progress=False, **earlier)
@@ -154,7 +156,7 @@ def go_on(path: Path) -> int:
     return memory.tasks if torch.isfinite(memory.penalty()) else -1
 
 
-def folder(version: int = files.VERSION) -> Path:
+def folder(version: int = tensor_file.VERSION) -> Path:
     """Where the files of a format are."""
     return DATA / f"format-{version}"
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from limpet.curvature import Block, Fisher, FisherPass, Structure, discover
+from limpet.curvature import Fisher, FisherPass, Structure
 from limpet.likelihoods import Likelihood, as_tensors
+from limpet.model import Block, discover
 
 
 def measure(
@@ -19,14 +20,14 @@ def measure(
     structure: str = "diagonal",
     *,
     fisher: str = "auto",
-    max_side: int = 4096,
+    max_factor_size: int = 4096,
     draws: int = 1,
     seed: int = 0,
     exclude: tuple[str, ...] = (),
     forward: Callable[..., Any] | None = None,
     **run: Any,
 ) -> Fisher:
-    settings = Structure(structure, max_side)
+    settings = Structure(structure, max_factor_size)
     one_pass = FisherPass(
         model,
         discover(model, exclude),

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import limpet
-from limpet.store import State
+from limpet.methods.state_dict import State
 
 
 def metadata(memory: limpet.Memory) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def say(text: str) -> None:
 #
 # With DistributedDataParallel every rank has the whole model and the whole memory. `consolidate` sums up over the
 # ranks; shares may be uneven, even empty. `examples` is that of the whole task, on all ranks together. What one rank
-# does by itself goes into `with limpet.parallel.alone():`.
+# does by itself goes into `with limpet.distributed.alone():`.
 
 
 # %%
@@ -91,7 +91,7 @@ def replicated() -> None:
             fit(parallel, optimizer, seed)
         memory.consolidate(list(own_batches(seed)), progress=False)
     say(f"replicated: first task {accuracy(model, 0):.1f} %, memory of {memory.examples} examples on each rank")
-    with limpet.parallel.alone():
+    with limpet.distributed.alone():
         if dist.get_rank() == 0:
             print(f"rank 0 alone: {memory.nbytes} bytes", flush=True)
 
@@ -102,8 +102,8 @@ def replicated() -> None:
 # With `fully_shard` (FSDP2) the model lies in pieces, and so does the memory: each block is kept whole by one rank. A
 # rank that needs another's block sends its piece there and gets it back pulled. The calls are the same.
 #
-# Where every rank can read all batches in the same order, say so: `limpet.parallel.Shared(batches)`. Each rank takes
-# those that are its turn, and a pass with `checkpoint=` that was killed may go on with another number of ranks.
+# Where every rank can read all batches in the same order, wrap them: `limpet.distributed.ReplicatedBatches(batches)`.
+# Each rank then takes its turn, and a pass with `checkpoint=` that was killed may go on with another number of ranks.
 
 
 # %%
@@ -128,7 +128,9 @@ def sharded(folder: Path) -> None:
         x, y = blobs(seed)
         batches = list(zip(x.split(50), y.split(50), strict=True))
         memory.consolidate(
-            limpet.parallel.Shared(batches), checkpoint=folder / f"pass-{seed}.safetensors", progress=False
+            limpet.distributed.ReplicatedBatches(batches),
+            checkpoint=folder / f"pass-{seed}.safetensors",
+            progress=False,
         )
     whole = torch.tensor(float(memory.nbytes))
     dist.all_reduce(whole)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import limpet
-from limpet.language import remember, self_samples
+from limpet.integrations.causal_lm import consolidate_lm, self_samples
 
 
 def text(language: int, n: int = 400, length: int = 13) -> Tensor:
@@ -82,7 +82,7 @@ print(f"tuned:    old {loss(model, old):.3f}, new {loss(model, new):.3f}")
 rows = self_samples(published, 12_000, length=13, prefixes=[[word] for word in range(20)], progress=False)
 folder = tempfile.TemporaryDirectory()
 path = Path(folder.name) / "memory.safetensors"
-remember(published, rows[100:].split(40), probe=[rows[:100]], progress=False).save(path)
+consolidate_lm(published, rows[100:].split(40), probe=[rows[:100]], progress=False).save(path)
 
 # %% [markdown]
 # ## Measure, repair, measure

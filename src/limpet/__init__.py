@@ -8,8 +8,10 @@ for task in tasks:
 memory.save("memory.safetensors")
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
+from limpet import deprecation
 from limpet.errors import (
     CurvatureError,
     FallbackWarning,
@@ -19,9 +21,9 @@ from limpet.errors import (
     NotProtectedWarning,
     UnsupportedError,
 )
-from limpet.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Several
-from limpet.loading import load
+from limpet.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, MultiOutput
 from limpet.methods import ApproximateLaplace, Memory, OnlineLaplace, PerTaskLaplace, SynapticIntelligence
+from limpet.methods.load import load
 from limpet.version import __version__
 
 __all__ = [
@@ -36,16 +38,18 @@ __all__ = [
     "LimpetWarning",
     "Memory",
     "MemoryFileError",
+    "MultiOutput",
     "NotProtectedWarning",
     "OnlineLaplace",
     "PerTaskLaplace",
-    "Several",
     "SynapticIntelligence",
     "UnsupportedError",
     "__version__",
     "load",
     "repair",
 ]
+
+deprecation.install()
 
 if TYPE_CHECKING:
     from limpet.methods.repair import repair
@@ -57,4 +61,8 @@ def __getattr__(name: str) -> Any:
         from limpet.methods.repair import repair
 
         return repair
+    if name == "Several":
+        return deprecation.renamed_attribute("limpet", "Several", "MultiOutput")
+    if f"{__name__}.{name}" in deprecation.MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

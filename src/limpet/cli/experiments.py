@@ -61,7 +61,7 @@ def run_command(
     """
     from limpet.experiments import run
     from limpet.experiments.console import show_metrics
-    from limpet.experiments.panel import Panel
+    from limpet.experiments.live_display import LiveDisplay
 
     chosen, _, words = _recipe(
         experiment, method, structure, tasks, scenario, strength, epochs, preset, setting, files, threads
@@ -71,7 +71,7 @@ def run_command(
     for number in seed:
         recipe = chosen.model_copy(update={"seed": number})
         folder = out or _folder(recipe, words) / f"seed{number}"
-        with Panel(f"{_key(recipe)}, {recipe.label}, seed {number}", console) as panel:
+        with LiveDisplay(f"{_key(recipe)}, {recipe.label}, seed {number}", console) as panel:
             record = run(recipe, folder, resume=resume, watcher=panel, checkpoint_seconds=checkpoint_seconds)
         show_metrics(console, record)
         console.print(f"  [dim]{folder}[/dim]", highlight=False)

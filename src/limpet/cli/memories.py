@@ -38,8 +38,12 @@ def consolidate_command(
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 4,
     structure: Structure = None,
     with_vocabulary: Annotated[bool, typer.Option(help="Hold embedding and head too.")] = False,
-    max_side: Annotated[int | None, typer.Option(min=1, help="The longest side that is kept whole.")] = None,
-    at_rest: Annotated[str | None, typer.Option(help="float16 or bfloat16: bases in two bytes.")] = None,
+    max_factor_size: Annotated[
+        int | None, typer.Option("--max-factor-size", "--max-side", min=1, help="The longest side that is kept whole.")
+    ] = None,
+    storage_dtype: Annotated[
+        str | None, typer.Option("--storage-dtype", "--at-rest", help="float16 or bfloat16: bases in two bytes.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16 for half the room.")] = "float32",
     device: Annotated[
         str | None, typer.Option(help="Where the model runs: cpu, cuda; by default a GPU if any.")
@@ -54,10 +58,12 @@ def consolidate_command(
     Called again after it was stopped, it goes on where it was. Beside the file it writes a section for the model card.
     On many processes (torchrun --nproc-per-node 8 -m limpet consolidate ...) each reads its part of the text.
     """
-    from limpet import hub, language, parallel
-    from limpet.methods.memory import MAX_SIDE
+    from limpet import distributed
+    from limpet.integrations import causal_lm
+    from limpet.io import hub
+    from limpet.methods.memory import MAX_FACTOR_SIZE
     from limpet.precision import STRUCTURES
-    from limpet.precision.rest import DTYPES
+    from limpet.precision.storage import DTYPES
 
     needed("transformers")
     torch = needed("torch")
@@ -65,46 +71,46 @@ def consolidate_command(
 
     _choice("--dtype", dtype, ("float32", "bfloat16"))
     _choice("--structure", structure, (None, *STRUCTURES))
-    _choice("--at-rest", at_rest, (None, *DTYPES))
+    _choice("--storage-dtype", storage_dtype, (None, *DTYPES))
     if bool(data) == (self_samples is not None):
         raise LimpetError("give text it should keep (--data), or let it draw its own (--self-samples 12000)")
     if self_samples is None and (prompts or chat):
         raise LimpetError("--prompts and --chat are what samples begin with: they go with --self-samples")
     if prompts and chat:
         raise LimpetError("--prompts and --chat both say what samples begin with: give one of them")
-    with parallel.launched() as first:
+    with distributed.launched() as first:
         network = checkpoints.read_base(model, dtype, device)
         tokenizer = checkpoints.read_tokenizer(model)
         held_out = (0 if self_samples is None else 40) if probe is None else probe
         if self_samples is None:
-            rows = language.rows(tokenizer, data, tokens=tokens + held_out * length, length=length)
+            rows = causal_lm.pack_tokens(tokenizer, data, tokens=tokens + held_out * length, length=length)
             source = ", ".join(Path(one).name for one in data)
         else:
-            starts = [language.chat_prefix(tokenizer)] if chat else None
-            starts = starts if prompts is None else language.prefixes(tokenizer, prompts)
+            starts = [causal_lm.chat_prefix(tokenizer)] if chat else None
+            starts = starts if prompts is None else causal_lm.prefixes(tokenizer, prompts)
             wanted = self_samples + held_out * (length - 1)
-            rows = language.self_samples(network, wanted, length=length, prefixes=starts, seed=seed)
+            rows = causal_lm.self_samples(network, wanted, length=length, prefixes=starts, seed=seed)
             source = "its own samples"
         rows, kept = rows[held_out:], rows[:held_out]
         if not len(rows):
             raise LimpetError(f"all {len(kept)} sequences are for the probe: give more text, or a smaller --probe")
         if first:
             console.print(f"{len(rows)} sequences of {length} tokens from {source}", highlight=False)
-        memory = language.remember(
+        memory = causal_lm.consolidate_lm(
             network,
             torch.split(rows, batch_size),
             probe=torch.split(kept, batch_size) if held_out else (),
             with_vocabulary=with_vocabulary,
             checkpoint=out.with_suffix(".pass"),
             structure=structure or "kronecker",
-            max_side=max_side or MAX_SIDE,
-            at_rest=at_rest,
+            max_factor_size=max_factor_size or MAX_FACTOR_SIZE,
+            storage_dtype=storage_dtype,
         )
         if not first:
             return
         memory.save(out)
     page = out.with_suffix(".md")
-    page.write_text(hub.card(memory, model, source))
+    page.write_text(hub.model_card(memory.examples, model, source))
     console.print(f"{out}: {memory.nbytes / 1e6:.1f} MB; a section for the model card is in {page}", highlight=False)
 
 
@@ -133,7 +139,7 @@ def inspect_command(
     limpet inspect memory.safetensors --plot stakes.png
     """
     from limpet.experiments.console import show_inspection
-    from limpet.inspection import inspect
+    from limpet.methods.inspect import inspect
 
     found = inspect(path)
     show_inspection(console, found)
@@ -154,8 +160,12 @@ def plan_command(
     tasks: Annotated[int, typer.Option(min=1, help="Tasks that have been taken in.")] = 10,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens (or examples) of a training step, all ranks.")] = 4096,
     rank: Annotated[int | None, typer.Option(min=1, help="Train by LoRA adapters of this rank.")] = None,
-    max_side: Annotated[int | None, typer.Option(min=1, help="The longest side that is kept whole.")] = None,
-    at_rest: Annotated[str | None, typer.Option(help="float16 or bfloat16: bases in two bytes.")] = None,
+    max_factor_size: Annotated[
+        int | None, typer.Option("--max-factor-size", "--max-side", min=1, help="The longest side that is kept whole.")
+    ] = None,
+    storage_dtype: Annotated[
+        str | None, typer.Option("--storage-dtype", "--at-rest", help="float16 or bfloat16: bases in two bytes.")
+    ] = None,
     auto_strength: Annotated[bool, typer.Option("--auto-strength", help="Tasks of different strengths.")] = False,
     exclude: Annotated[list[str], typer.Option(help="Leave these out, as exclude=[...] does. Repeatable.")] = [],  # noqa: B006
 ) -> None:
@@ -163,10 +173,10 @@ def plan_command(
 
     limpet plan --model meta-llama/Llama-3.2-1B --ranks 8 --rank 16
     """
-    from limpet.blueprint import blueprint
     from limpet.errors import UnsupportedError
-    from limpet.methods.memory import MAX_SIDE
-    from limpet.plan import plan
+    from limpet.methods.memory import MAX_FACTOR_SIZE
+    from limpet.planning.meta_model import blueprint
+    from limpet.planning.plan import plan
     from limpet.precision import STRUCTURES
 
     network = blueprint(model)
@@ -179,8 +189,8 @@ def plan_command(
                 tasks=tasks,
                 tokens=tokens,
                 rank=rank,
-                max_side=max_side or MAX_SIDE,
-                at_rest=at_rest,
+                max_factor_size=max_factor_size or MAX_FACTOR_SIZE,
+                storage_dtype=storage_dtype,
                 auto_strength=auto_strength,
                 exclude=exclude,
             ).table(most=12)

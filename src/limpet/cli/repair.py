@@ -48,7 +48,7 @@ def repair_command(
     --data new.txt -o repaired
     """
     import limpet
-    from limpet import language
+    from limpet.integrations import causal_lm
 
     torch, checkpoints = _ready(dtype)
     if out.resolve() in (tuned.resolve(), Path(model).resolve()):
@@ -56,9 +56,9 @@ def repair_command(
     network = checkpoints.read_tuned(model, tuned, dtype, device)
     tokenizer = checkpoints.read_tokenizer(str(tuned), model)
     own = limpet.load(memory, network)
-    rows = language.rows(tokenizer, data, tokens=tokens, length=length)
+    rows = causal_lm.pack_tokens(tokenizer, data, tokens=tokens, length=length)
     batches = [{"input_ids": part} for part in torch.split(rows, batch_size)]
-    total = max(language.count_tokens(tokenizer, data), rows[:, 1:].numel())
+    total = max(causal_lm.count_tokens(tokenizer, data), rows[:, 1:].numel())
     told = f"{rows[:, 1:].numel():,} of {total:,} tokens of the new text"
     console.print(f"curvature from {told}", highlight=False)
     found = limpet.repair(

@@ -1,39 +1,8 @@
-"""One pass over data that gives every block's Fisher, and leaves the model as it was."""
+"""One pass over data that gives the Fisher of every block and leaves the model unchanged."""
 
 from limpet.curvature.audit import gradients_at
-from limpet.curvature.batches import Forward, call, counted_examples, part, prepared
-from limpet.curvature.blocks import DIRECT, Block, discover, unwrapped
-from limpet.curvature.fisher import Displacement, Fisher, FisherPass
-from limpet.curvature.guard import full_precision, shifted, trainable, untouched
-from limpet.curvature.names import every_name, is_excluded, module_names, named_parameters, plain, running_statistics
+from limpet.curvature.batch_step import FISHERS
+from limpet.curvature.fisher_pass import Displacement, Fisher, FisherPass
 from limpet.curvature.structure import MOST_PIECES, Structure
-from limpet.curvature.sums import FISHERS
 
-__all__ = [
-    "DIRECT",
-    "FISHERS",
-    "MOST_PIECES",
-    "Block",
-    "Displacement",
-    "Fisher",
-    "FisherPass",
-    "Forward",
-    "Structure",
-    "call",
-    "counted_examples",
-    "discover",
-    "every_name",
-    "full_precision",
-    "gradients_at",
-    "is_excluded",
-    "module_names",
-    "named_parameters",
-    "part",
-    "plain",
-    "prepared",
-    "running_statistics",
-    "shifted",
-    "trainable",
-    "untouched",
-    "unwrapped",
-]
+__all__ = ["FISHERS", "MOST_PIECES", "Displacement", "Fisher", "FisherPass", "Structure", "gradients_at"]

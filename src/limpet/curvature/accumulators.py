@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from limpet.curvature.blocks import Block
 from limpet.curvature.gram import add_gram, mirrored
 from limpet.errors import UnsupportedError
 from limpet.layers import Call, Embedding, MatrixLayer, example_gradients, squared_gradients
 from limpet.layers.base import CHUNK
+from limpet.model.blocks import Block
 from limpet.precision import DenseTerm, DiagonalTerm, KroneckerTerm, Matrix, Term
 from limpet.precision.block_diagonal import find, joined, named, pieces
 

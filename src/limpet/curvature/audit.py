@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from limpet.curvature.batches import Forward, batch_size, call, part
-from limpet.curvature.blocks import Block
-from limpet.curvature.record import Recorder
+from limpet.curvature.hooks import Recorder
 from limpet.errors import CurvatureError
 from limpet.layers import Call
 from limpet.likelihoods import as_tensors
+from limpet.model.batch import Forward, batch_size, call, part
+from limpet.model.blocks import Block
 from limpet.precision.linalg import widened
 
 ROUNDING = {torch.float64: (1e-8, 1e-13), torch.float32: (1e-3, 1e-6)}

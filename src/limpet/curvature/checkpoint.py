@@ -15,19 +15,17 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from limpet import files
-from limpet.curvature.fingerprint import fingerprint_of_weights
-from limpet.curvature.sums import block_of
+from limpet.curvature.batch_step import block_of
+from limpet.curvature.fisher_pass import FisherPass
+from limpet.distributed import Ranks, current
 from limpet.errors import CurvatureError, MemoryFileError
-from limpet.parallel import Ranks, current
-
-if TYPE_CHECKING:
-    from limpet.curvature.fisher import FisherPass
+from limpet.io import tensor_file
+from limpet.model.fingerprint import fingerprint_of_weights
 
 FORMAT = "limpet curvature pass"
 
@@ -105,7 +103,7 @@ class Checkpoint:
             "rows": one_pass.rows,
             "roots": one_pass.roots,
         }
-        files.write(self.file(self.generation, rank, size), FORMAT, description, tensors)
+        tensor_file.write(self.file(self.generation, rank, size), FORMAT, description, tensors)
         self._last = time.monotonic()
 
     # --- going on --------------------------------------------------------------------------------------------
@@ -116,7 +114,7 @@ class Checkpoint:
         found = self._newest() if ranks is None else ranks.gather(self._newest())[0]
         if found is None:
             return
-        read = [files.read(self.file(found.generation, rank, found.size), FORMAT) for rank in range(found.size)]
+        read = [tensor_file.read(self.file(found.generation, rank, found.size), FORMAT) for rank in range(found.size)]
         try:
             self._check(one_pass, [described for described, _ in read], found, 1 if ranks is None else ranks.size)
             self._restore(one_pass, read, ranks)
@@ -156,7 +154,7 @@ class Checkpoint:
             ranks_of.setdefault(Saved(generation, size), set()).add(rank)
         complete = [saved for saved, there in ranks_of.items() if len(there) == saved.size]
         if self.path.exists():
-            complete.append(Saved(int(files.read(self.path, FORMAT)[0].get("generation", 0)), 1))
+            complete.append(Saved(int(tensor_file.read(self.path, FORMAT)[0].get("generation", 0)), 1))
         return max(complete, key=lambda saved: saved.generation, default=None)
 
     def _check(self, one_pass: FisherPass, told: list[dict[str, Any]], found: Saved, size: int) -> None:
@@ -171,7 +169,7 @@ class Checkpoint:
         if found.size != size and not one_pass.shared:
             raise CurvatureError(
                 f"{self.path.name} was begun on {found.size} processes, each with data of its own: go on with as many, "
-                "or give every process all data, limpet.parallel.Shared(batches), from the start"
+                "or give every process all data, limpet.distributed.ReplicatedBatches(batches), from the start"
             )
 
     def _restore(self, one_pass: FisherPass, read: list[tuple[dict[str, Any], Any]], ranks: Ranks | None) -> None:
@@ -179,7 +177,7 @@ class Checkpoint:
         direct = [described["direct"] for described, _ in read]
         if any(names != direct[0] for names in direct):
             return  # ranks that had not agreed yet how to measure would have begun anew
-        one_pass.begin_anew({b.name for b in one_pass.blocks if b.layers and set(direct[0]) & set(b.parameters)})
+        one_pass.restart({b.name for b in one_pass.blocks if b.layers and set(direct[0]) & set(b.parameters)})
         one_pass.make_sums()
         sums: dict[str, Tensor] = {}
         for number, (described, tensors) in enumerate(read):

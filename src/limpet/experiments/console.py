@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from limpet.experiments.record import Record
-from limpet.inspection import Inspection
+from limpet.methods.inspect import Inspection
 
 
 def show_metrics(console: Console, record: Record) -> None:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from limpet import files
 from limpet.errors import LimpetError, MemoryFileError
 from limpet.experiments.registry import suggestion
+from limpet.io import tensor_file
 
 HUB = {
     "mnist": ("ylecun/mnist", "mnist"),
@@ -87,11 +87,11 @@ def images(name: str, split: str) -> Examples:
     source = _mirror_files(name, split)
     cached = _cache_folder() / f"{name}-{split}-{_fingerprint(name, source)}.safetensors"
     try:
-        tensors: Mapping[str, Tensor] = files.read(cached, FORMAT)[1]
+        tensors: Mapping[str, Tensor] = tensor_file.read(cached, FORMAT)[1]
     except MemoryFileError:  # not there yet, or damaged: decode
         tensors = _decode(name, split, source)
         cached.parent.mkdir(parents=True, exist_ok=True)
-        files.write(cached, FORMAT, {"set": name, "split": split}, tensors)
+        tensor_file.write(cached, FORMAT, {"set": name, "split": split}, tensors)
     return Examples(tensors["images"], tensors["labels"])
 
 

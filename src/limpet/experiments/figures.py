@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from limpet.experiments.collection import Experiment, Variant
 from limpet.experiments.record import Record
-from limpet.inspection import Inspection
+from limpet.experiments.results import Experiment, Variant
+from limpet.methods.inspect import Inspection
 
 COLOURS = {
     "kronecker": "#1f6f8b",

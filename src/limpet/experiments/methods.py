@@ -25,16 +25,16 @@ from torch import Tensor, nn
 
 import limpet
 from limpet.errors import LimpetError, NotProtectedWarning
-from limpet.experiments.lessons import Lesson
 from limpet.experiments.recipe import Recipe
 from limpet.experiments.registry import Registry
-from limpet.store import State
+from limpet.experiments.tasks import Lesson
+from limpet.io.state import State
 
 CURVATURE_BATCH = 1000
 
 
 @dataclass(frozen=True)
-class Glance:
+class Status:
     """What a method can say while a task is learned, in nats per example."""
 
     forecast: float | None = None  # the predicted rise of the loss on older tasks,
@@ -67,9 +67,9 @@ class Method:
     def learned(self, lesson: Lesson, earlier: Callable[[], Iterable[Lesson]]) -> None:
         """A task is trained; `lesson` is what it was trained on, `earlier()` what the tasks before were."""
 
-    def glance(self) -> Glance:
+    def status(self) -> Status:
         """What is known now, cheap enough to be asked for once a second."""
-        return Glance()
+        return Status()
 
     def state(self) -> State:
         """What the method must remember to go on, also in the middle of a task."""
@@ -119,13 +119,13 @@ class WithMemory(Method):
         return self.memory.protect(optimizer, examples=examples, every=every, mode=options.mode, budget=options.budget)
 
     @torch.no_grad()
-    def glance(self) -> Glance:
+    def status(self) -> Status:
         """The memory's forecast and penalty."""
         if not self.memory.tasks:
-            return Glance()
+            return Status()
         forecast = self.memory.forecast()
         penalty = float(self.memory.penalty()) / self._examples
-        return Glance(float(forecast), forecast.blocks, self.recipe.memory.budget, penalty)
+        return Status(float(forecast), forecast.blocks, self.recipe.memory.budget, penalty)
 
     def state(self) -> State:
         """The memory's own."""
@@ -213,12 +213,12 @@ class Repair(Laplace):
         """Nothing holds."""
         return nullcontext()
 
-    def glance(self) -> Glance:
+    def status(self) -> Status:
         """The memory's forecast: there is no penalty."""
         if not self.memory.tasks:
-            return Glance()
+            return Status()
         forecast = self.memory.forecast()
-        return Glance(float(forecast), forecast.blocks)
+        return Status(float(forecast), forecast.blocks)
 
     def learned(self, lesson: Lesson, earlier: Callable[[], Iterable[Lesson]]) -> None:
         """`limpet.repair`, then `memory.consolidate`."""
@@ -259,9 +259,9 @@ class ProtectRepair(Repair):
         """`memory.protect`."""
         return WithMemory.hold(self, optimizer, examples)
 
-    def glance(self) -> Glance:
+    def status(self) -> Status:
         """The memory's forecast and penalty."""
-        return WithMemory.glance(self)
+        return WithMemory.status(self)
 
 
 @METHODS.register("si")

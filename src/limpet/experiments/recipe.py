@@ -79,7 +79,7 @@ class Training(Part):
         return self
 
 
-class Holding(Part):
+class MemorySettings(Part):
     """What a memory is given: its strength (c for Synaptic Intelligence) or a budget, what each task may cost the older
     ones in nats per example, and how it measures and holds; and the strength of repairs, for methods that have them.
     """
@@ -120,7 +120,7 @@ class Recipe(Part):
     pixels: Pixels = Pixels()
     network: NetworkChoice = NetworkChoice()
     training: Training = Training()
-    memory: Holding = Holding()
+    memory: MemorySettings = MemorySettings()
     evaluation: Evaluation = Evaluation()
     files: list[str] = []
 

@@ -16,11 +16,11 @@ import yaml
 from safetensors.torch import save_model
 from torch import nn
 
-from limpet import files
 from limpet.errors import LimpetError
 from limpet.experiments import metrics
 from limpet.experiments.recipe import Part, Recipe, checked, parse
-from limpet.store import Content
+from limpet.io import tensor_file
+from limpet.methods.state_dict import Content
 from limpet.version import __version__
 
 CHECKPOINT_FORMAT = "limpet run checkpoint"
@@ -160,13 +160,13 @@ class RunFolder:
 
     def save_checkpoint(self, content: Content) -> None:
         """Write the checkpoint, whole or not at all."""
-        files.write(self.checkpoint, CHECKPOINT_FORMAT, content.metadata, content.tensors)
+        tensor_file.write(self.checkpoint, CHECKPOINT_FORMAT, content.metadata, content.tensors)
 
     def load_checkpoint(self) -> Content | None:
         """The last checkpoint, if there is one."""
         if not self.checkpoint.is_file():
             return None
-        return Content(*files.read(self.checkpoint, CHECKPOINT_FORMAT))
+        return Content(*tensor_file.read(self.checkpoint, CHECKPOINT_FORMAT))
 
 
 def load_record(path: Path) -> Record:
@@ -201,5 +201,5 @@ def _flat(value: Any) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file, whole or not at all."""
-    with files.whole(path) as temporary:
+    with tensor_file.whole(path) as temporary:
         temporary.write_text(text)

@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from limpet.experiments.collection import Experiment, Variant, gather
 from limpet.experiments.figures import draw_all
 from limpet.experiments.record import compact_json, write_text
+from limpet.experiments.results import Experiment, Variant, gather
 
 MANY = 10  # above so many tasks a table has statistics instead of a column a task
 

@@ -18,7 +18,6 @@ from torch import nn
 
 from limpet.errors import LimpetError
 from limpet.experiments.data import Examples
-from limpet.experiments.lessons import Lesson, Lessons
 from limpet.experiments.log import Log
 from limpet.experiments.methods import METHODS, Method, with_structure
 from limpet.experiments.metrics import Score, score
@@ -27,8 +26,9 @@ from limpet.experiments.recipe import Recipe
 from limpet.experiments.record import ROUND, Curve, Record, RunFolder, Seconds, environment, peak_memory, summarised
 from limpet.experiments.registry import load_file
 from limpet.experiments.sequences import experiment_key
+from limpet.experiments.tasks import Lesson, Lessons
 from limpet.experiments.training import Position, TaskTraining, load_optimizer_state, optimizer_state
-from limpet.store import Content
+from limpet.methods.state_dict import Content
 
 CHECKPOINT_SECONDS = 20.0
 
@@ -40,7 +40,7 @@ class Watcher:
         """The run begins, or goes on."""
 
     def updated(self, task: int, epoch: int, done: int, total: int, method: Method) -> None:
-        """Another update of the weights: `done` of the `total` of an epoch. `method.glance()` says more."""
+        """Another update of the weights: `done` of the `total` of an epoch. `method.status()` says more."""
 
     def learned(self, record: Record) -> None:
         """Another task is learned and tested."""
@@ -170,7 +170,7 @@ class Run:
                         self.method.epoch(training.lessons[-1])
                 with self._clock("evaluation"):
                     self._look(number, training)
-                log.epoch(epoch + 1, {"loss": loss, **self.method.glance().numbers()})
+                log.epoch(epoch + 1, {"loss": loss, **self.method.status().numbers()})
                 self._checkpoint()
         with self._clock("curvature"):
             self.method.learned(training.lessons[-1], lambda: map(self.lessons.lesson, range(number)))

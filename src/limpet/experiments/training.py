@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from limpet.errors import LimpetError
-from limpet.experiments.lessons import Lesson
 from limpet.experiments.recipe import Recipe, Training
+from limpet.experiments.tasks import Lesson
 
 
 @dataclass

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from limpet.curvature import DIRECT, Block, named_parameters
-from limpet.layers.adapters import LowRank, adapted_parameters
-from limpet.posterior import Held
+from limpet.model import PER_SAMPLE, Block, named_parameters
+from limpet.model.adapters import LowRank, adapted_parameters
+from limpet.posterior import BlockPosterior
 from limpet.precision.pencil import truncated
 
 
@@ -31,7 +31,7 @@ class Displacement:
         written: Which of the own parameters are written.
     """
 
-    held: Held
+    held: BlockPosterior
     parameters: Sequence[nn.Parameter]
     parts: list[Tensor]
     columns: slice
@@ -79,7 +79,7 @@ class Displacement:
 
 
 @torch.no_grad()
-def displacements(model: nn.Module, held: Mapping[str, Held]) -> Iterator[Displacement]:
+def displacements(model: nn.Module, held: Mapping[str, BlockPosterior]) -> Iterator[Displacement]:
     """The blocks that training has moved, one after another.
 
     A weight that equals the mean in its own dtype has not moved, and an adapter that adds nothing moves nothing.
@@ -92,7 +92,7 @@ def displacements(model: nn.Module, held: Mapping[str, Held]) -> Iterator[Displa
 
 
 def _displacement(
-    held: Held, own: Sequence[nn.Parameter], adapted: Mapping[nn.Parameter, Sequence[LowRank]]
+    held: BlockPosterior, own: Sequence[nn.Parameter], adapted: Mapping[nn.Parameter, Sequence[LowRank]]
 ) -> Displacement | None:
     block, means = held.block, held.block.split(held.mean)
     active = [(i, a) for i, p in enumerate(own) for a in adapted.get(p, ()) if a.left.any() and a.right.any()]
@@ -133,4 +133,4 @@ def cut_to_rank(x: Tensor, adapter: LowRank, rank: int) -> tuple[Tensor, Tensor]
 
 def is_direct(block: Block) -> bool:
     """Whether the block is measured example by example."""
-    return block.kind == DIRECT
+    return block.kind == PER_SAMPLE

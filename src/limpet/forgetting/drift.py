@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from limpet.curvature import Forward, call, prepared, trainable, untouched
 from limpet.errors import LimpetWarning, warn
 from limpet.forgetting.probe import Probe
 from limpet.likelihoods import Likelihood
+from limpet.model import Forward, call, prepared, preserve_state, trainable
 from limpet.posterior import Posterior
 
 
@@ -112,7 +112,7 @@ def measured_drift(
     Returns:
         The drift.
     """
-    with untouched(model), torch.no_grad():
+    with preserve_state(model), torch.no_grad():
         return _drift(_divergences(model, probes, likelihood, forward))
 
 
@@ -173,7 +173,7 @@ def exact_drift(
                 counted = {name: tensor for name, tensor in kept.items() if name.endswith("counted")}
                 yield replace(probe, batches=[batch], summaries=[likelihood.summary(outputs, None) | counted])
 
-    with untouched(model), untouched(reference), torch.no_grad():
+    with preserve_state(model), preserve_state(reference), torch.no_grad():
         return _drift(_divergences(model, computed(), likelihood, forward))
 
 
@@ -198,7 +198,7 @@ def shares(
     names = [name for held in posterior.held.values() if held.tasks for name in held.block.parameters]
     wanted = [parameters[name] for name in names]
     gradients: dict[str, Tensor] = {}
-    with untouched(model), trainable(wanted), torch.enable_grad():
+    with preserve_state(model), trainable(wanted), torch.enable_grad():
         for values, _ in _divergences(model, probes, likelihood, forward):
             found = torch.autograd.grad(values.sum(), wanted, allow_unused=True)
             for name, gradient in zip(names, found, strict=True):

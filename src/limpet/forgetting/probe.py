@@ -1,8 +1,8 @@
 """A probe: inputs, and the model's outputs for them when it was consolidated, so that drift can be measured later.
 
-It holds inputs, so it is opt-in: `memory.consolidate(batches, probe=100)`. For a
-generative model the inputs can be its own samples (`limpet.language.self_samples`), which are nobody's data. Targets
-are not kept. Of a large vocabulary some labels are kept (`Categorical.summary`).
+It holds inputs, so it is opt-in: `memory.consolidate(batches, probe=100)`. For a generative model the inputs can be
+its own samples (`limpet.integrations.causal_lm.self_samples`), which are nobody's data. Targets are not kept;
+of a large vocabulary only some labels are (`Categorical.summary`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from limpet.curvature import Forward, call, named_parameters, prepared, untouched
-from limpet.curvature.batches import is_causal, target_key
 from limpet.errors import UnsupportedError
-from limpet.layers.adapters import adapter_parameters
 from limpet.likelihoods import Likelihood
+from limpet.model import Forward, call, named_parameters, prepared, preserve_state
+from limpet.model.adapters import adapter_parameters
+from limpet.model.batch import is_causal, target_key
 
 Plain = Any
 """Numbers, words, None, and lists and dictionaries of them: JSON."""
@@ -67,7 +67,7 @@ class Probe:
         device = next(model.parameters()).device
         generator = torch.Generator().manual_seed(seed)
         kept, summaries, tally = [], [], torch.zeros(2, dtype=torch.float64)
-        with untouched(model), torch.no_grad():
+        with preserve_state(model), torch.no_grad():
             for batch in batches:
                 given = prepared(batch, device)
                 outputs, targets = call(model, given, forward)
@@ -76,7 +76,7 @@ class Probe:
                 summaries.append({name: tensor.cpu() for name, tensor in found.items()})
                 kept.append(_on_cpu(given if forward is not None else _without_targets(model, given)))
         probe = cls(kept, summaries, likelihood.fisher_scale(tally, empirical=False), _sums(model, held))
-        probe.facts()  # what cannot be kept in a file is rejected now
+        probe.metadata()  # what cannot be kept in a file is rejected now
         return probe
 
     def changed_outside(self, model: nn.Module) -> list[str]:
@@ -107,7 +107,7 @@ class Probe:
             found.update({f"{i}/outputs/{name}": tensor for name, tensor in summary.items()})
         return found
 
-    def facts(self) -> Plain:
+    def metadata(self) -> Plain:
         """What is no tensor, as JSON. It says in words that there are inputs in the file."""
         forms = [_flatten(batch, f"{i}/inputs", {}) for i, batch in enumerate(self.batches)]
         return {
@@ -118,9 +118,9 @@ class Probe:
         }
 
     @classmethod
-    def restore(cls, tensors: Mapping[str, Tensor], facts: Plain) -> Probe:
+    def restore(cls, tensors: Mapping[str, Tensor], metadata: Plain) -> Probe:
         """The inverse of `tensors` and `facts`; a ValueError or KeyError says what does not fit."""
-        batches = [_unflatten(form, tensors) for form in facts["batches"]]
+        batches = [_unflatten(form, tensors) for form in metadata["batches"]]
         summaries = []
         for i in range(len(batches)):
             prefix = f"{i}/outputs/"
@@ -130,8 +130,8 @@ class Probe:
             summaries.append(own)
         if any(t.is_floating_point() and bool(t.isnan().any()) for t in tensors.values()):
             raise ValueError("the probe holds nan")
-        outside = {str(name): [float(one) for one in sums] for name, sums in facts["outside"].items()}
-        return cls(batches, summaries, float(facts["scale"]), outside)
+        outside = {str(name): [float(one) for one in sums] for name, sums in metadata["outside"].items()}
+        return cls(batches, summaries, float(metadata["scale"]), outside)
 
 
 @torch.no_grad()

@@ -22,14 +22,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from limpet.curvature import Block, Fisher
+from limpet.curvature import Fisher
 from limpet.curvature.progress import Progress
 from limpet.errors import LimpetError, NotProtectedWarning, UnsupportedError, finite_number, warn
 from limpet.forgetting.displacement import Displacement, cut_to_rank, displacements, is_direct
-from limpet.posterior import Held, Posterior
+from limpet.model import Block
+from limpet.posterior import BlockPosterior, Posterior
+from limpet.posterior.summary import aligned
 from limpet.precision.linalg import bisected
-from limpet.precision.pencil import Pencil, pencil
-from limpet.report import aligned
+from limpet.precision.pencil import Pencil
+from limpet.precision.pencils import pencil
 
 LADDER = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """The strengths that `Repair.table` shows."""
@@ -305,14 +307,14 @@ def _seen(fisher: Fisher, block: Block) -> bool:
 
 def _path(one: Displacement, fisher: Fisher) -> Pencil:
     held = one.held
-    slope = held.slope
-    if slope is not None:
-        slope = slope / _common_strength(held)
+    linear_term = held.linear_term
+    if linear_term is not None:
+        linear_term = linear_term / _common_strength(held)
     terms = fisher.terms[one.block.name]
-    return pencil(held.precision, terms, one.parts, columns=one.columns, slope=slope, offset=one.offset)
+    return pencil(held.precision, terms, one.parts, columns=one.columns, linear_term=linear_term, offset=one.offset)
 
 
-def _common_strength(held: Held) -> float:
+def _common_strength(held: BlockPosterior) -> float:
     """What every task's Fisher in the block was multiplied by."""
     plain, total = held.precision.diagonals()
     common = float(total.double().sum() / plain.double().sum()) if plain.any() else 1.0
@@ -324,11 +326,11 @@ def _common_strength(held: Held) -> float:
     return common
 
 
-def _by_measurement(posterior: Posterior, fisher: Fisher) -> dict[str, Held]:
+def _by_measurement(posterior: Posterior, fisher: Fisher) -> dict[str, BlockPosterior]:
     """The memory's blocks that hold tasks, as the pass measured them: example by example only as diagonals."""
     structure = posterior.structure
     direct = {b.name for b in fisher.blocks if is_direct(b) and structure.of(b) == "diagonal"}
-    found: dict[str, Held] = {}
+    found: dict[str, BlockPosterior] = {}
     for name, held in posterior.held.items():
         if not held.tasks:
             continue

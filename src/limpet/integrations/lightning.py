@@ -11,10 +11,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from limpet.curvature import Forward
 from limpet.errors import LimpetError, NotProtectedWarning, warn
-from limpet.integrations.holding import Holding
+from limpet.integrations.training_session import TrainingSession
 from limpet.methods import Memory
+from limpet.model import Forward
 
 
 class MemoryCallback(Callback):
@@ -42,7 +42,7 @@ class MemoryCallback(Callback):
         self.memory = memory
         self.examples, self.budget, self.mode, self.every = examples, budget, mode, every
         self.log_every, self.consolidate, self.limit, self.forward = log_every, consolidate, limit, forward
-        self._holding: Holding | None = None
+        self._holding: TrainingSession | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to hold."""
@@ -60,7 +60,7 @@ class MemoryCallback(Callback):
             )
         examples = _length(trainer.train_dataloader) if self.examples is None else self.examples
         options = {"mode": self.mode, "every": self.every, "budget": self.budget}
-        self._holding = Holding(self.memory, trainer.optimizers[0], examples=examples, **options)
+        self._holding = TrainingSession(self.memory, trainer.optimizers[0], examples=examples, **options)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -80,7 +80,7 @@ class MemoryCallback(Callback):
         """Let go."""
         self._let_go(finished=False)
 
-    def _let_go(self, *, finished: bool) -> Holding | None:
+    def _let_go(self, *, finished: bool) -> TrainingSession | None:
         holding, self._holding = self._holding, None
         if holding is not None:
             holding.let_go(finished=finished)

@@ -15,16 +15,15 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from limpet import store
-from limpet.curvature import unwrapped
-from limpet.curvature.batches import is_causal
 from limpet.errors import LimpetError
 from limpet.forgetting.repair import Repair
-from limpet.hub import FILE
-from limpet.integrations.holding import Holding
-from limpet.loading import load
-from limpet.methods import Memory
+from limpet.integrations.training_session import TrainingSession
+from limpet.io.hub import FILE
+from limpet.methods import Memory, state_dict
+from limpet.methods.load import load
 from limpet.methods.repair import repair
+from limpet.model import unwrapped
+from limpet.model.batch import is_causal
 
 IGNORED = -100
 MEASURED = 10_000
@@ -67,7 +66,7 @@ class MemoryCallback(TrainerCallback):
         self._training = False
         self.examples, self.budget, self.mode, self.every = examples, budget, mode, every
         self.consolidate, self.limit = consolidate, limit
-        self._holding: Holding | None = None
+        self._holding: TrainingSession | None = None
         self._written: tuple[Path, Any] | None = None  # the last file, and what is in it
 
     @property
@@ -87,12 +86,12 @@ class MemoryCallback(TrainerCallback):
             self._memory = load(self._memory, model)
         kept = _checkpoint(args, state) / FILE
         if state.global_step and kept.exists():
-            self.memory.load_state_dict(store.read(kept))
+            self.memory.load_state_dict(state_dict.read(kept))
         self._count = predicted(model, kwargs["train_dataloader"]) if self.examples is None else self.examples
         self._training = True
         if self.protect:
             options = {"mode": self.mode, "every": self.every, "budget": self.budget}
-            self._holding = Holding(self.memory, optimizer, examples=self._count, **options)
+            self._holding = TrainingSession(self.memory, optimizer, examples=self._count, **options)
 
     def on_log(
         self,
@@ -159,7 +158,7 @@ class MemoryCallback(TrainerCallback):
             path.unlink(missing_ok=True)
             os.link(self._written[0], path)
         else:
-            store.write(path, state)
+            state_dict.write(path, state)
         self._written = path, content
 
 

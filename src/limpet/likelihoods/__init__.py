@@ -29,7 +29,7 @@ from limpet.errors import MemoryFileError
 from limpet.likelihoods.base import Likelihood, Outputs, as_tensors
 from limpet.likelihoods.categorical import Categorical
 from limpet.likelihoods.elementwise import Bernoulli, Gaussian
-from limpet.likelihoods.several import Several
+from limpet.likelihoods.multi_output import MultiOutput
 
 NAMES: dict[str, type[Categorical] | type[Bernoulli] | type[Gaussian]] = {
     "categorical": Categorical,
@@ -52,8 +52,8 @@ def from_description(description: Mapping[str, Any]) -> Likelihood:
     try:
         options = dict(description)
         name = options.pop("name")
-        if name == Several.name:
-            return Several(*map(from_description, options["parts"]))
+        if name == MultiOutput.name:
+            return MultiOutput(*map(from_description, options["parts"]))
         return NAMES[name](**options)
     except (KeyError, TypeError, ValueError) as error:
         raise MemoryFileError(
@@ -67,8 +67,8 @@ __all__ = [
     "Categorical",
     "Gaussian",
     "Likelihood",
+    "MultiOutput",
     "Outputs",
-    "Several",
     "as_tensors",
     "from_description",
     "resolve",

@@ -113,7 +113,9 @@ class Likelihood(ABC):
 
     def probit(self, mean: Tensor, variance: Tensor) -> Tensor:
         """Nearly E[targets] where the outputs are N(mean, variance), each by itself."""
-        raise UnsupportedError(f"the {self.name} likelihood has no closed prediction: use how='linearised'")
+        raise UnsupportedError(
+            f"the {self.name} likelihood has no closed prediction: use link_approximation='linearised'"
+        )
 
 
 def as_tensors(outputs: Outputs) -> tuple[Tensor, ...]:
@@ -134,7 +136,7 @@ def one_tensor(outputs: Outputs) -> Tensor:
     if len(tensors) > 1:
         raise UnsupportedError(
             f"the model gave {len(tensors)} outputs: pass forward=lambda model, batch: (model(...)[0], targets) to "
-            "pick one, or likelihood=limpet.Several(...) with a likelihood for each"
+            "pick one, or likelihood=limpet.MultiOutput(...) with a likelihood for each"
         )
     return tensors[0]
 

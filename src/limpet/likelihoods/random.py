@@ -14,7 +14,7 @@ from torch import Tensor
 BITS = 24
 
 
-class Draws:
+class PerExampleRNG:
     """A stream of uniform numbers for each example of a batch."""
 
     def __init__(self, seeds: Tensor) -> None:
@@ -22,7 +22,7 @@ class Draws:
         self._drawn = 0
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], seed: int) -> Draws:
+    def of(cls, tensors: Sequence[Tensor], seed: int) -> PerExampleRNG:
         """For examples that are the rows of these tensors."""
         seeds = torch.full((len(tensors[0]),), seed, dtype=torch.int64, device=tensors[0].device)
         for tensor in tensors:
@@ -38,19 +38,19 @@ class Draws:
         return ((bits.double() if bits.device.type == "cpu" else bits.float()) + 0.5).div(1 << BITS).reshape(shape)
 
 
-Random = torch.Generator | Draws | None
+Random = torch.Generator | PerExampleRNG | None
 
 
 def uniform(shape: torch.Size, like: Tensor, random: Random) -> Tensor:
     """Uniform numbers, in the dtype and on the device of `like`."""
-    if isinstance(random, Draws):
+    if isinstance(random, PerExampleRNG):
         return random.uniform(shape).to(like.device, like.dtype)
     return torch.rand(shape, generator=random, device=like.device, dtype=like.dtype)
 
 
 def normal(shape: torch.Size, like: Tensor, random: Random) -> Tensor:
     """Normal numbers, in the dtype and on the device of `like`."""
-    if isinstance(random, Draws):
+    if isinstance(random, PerExampleRNG):
         return (math.sqrt(2) * torch.erfinv(2 * random.uniform(shape) - 1)).to(like.device, like.dtype)
     return torch.randn(shape, generator=random, device=like.device, dtype=like.dtype)
 

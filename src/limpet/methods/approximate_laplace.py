@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from limpet.curvature import DIRECT, Fisher, Forward
+from limpet.curvature import Fisher
 from limpet.errors import LimpetError
 from limpet.methods.laplace import Laplace, probe_rows
-from limpet.posterior import Held
+from limpet.model import PER_SAMPLE, Forward
+from limpet.posterior import BlockPosterior
 
 
 class ApproximateLaplace(Laplace):
@@ -71,21 +72,21 @@ class ApproximateLaplace(Laplace):
         probes = () if rows is None else (self._recorded(fishers[-1].first.take(rows), forward),)
         self._settle(fishers, forward)
         self.probes += probes
-        self.history = self.history.measured_anew()
+        self.history = self.history.measured_again()
         for file in saved:
             if file is not None:
                 file.remove()
 
     def _measured_otherwise(self, fishers: Sequence[Fisher]) -> list[int]:
         """The passes that saw a layer where another one has to measure its parameters directly; from now on all do."""
-        direct = {name for fisher in fishers for b in fisher.blocks if b.kind == DIRECT for name in b.parameters}
+        direct = {name for fisher in fishers for b in fisher.blocks if b.kind == PER_SAMPLE for name in b.parameters}
         self._direct = self._direct | direct
         return [
             number
             for number, fisher in enumerate(fishers)
-            if any(b.kind != DIRECT and direct & set(b.parameters) for b in fisher.blocks)
+            if any(b.kind != PER_SAMPLE and direct & set(b.parameters) for b in fisher.blocks)
         ]
 
-    def _updated(self, held: Held, fishers: list[Fisher], mean: Tensor) -> Held:
+    def _updated(self, held: BlockPosterior, fishers: list[Fisher], mean: Tensor) -> BlockPosterior:
         fresh = self.posterior.without_tasks(held)
         return replace(fresh, mean=mean, precision=self._added(fresh, fishers), tasks=held.tasks + 1)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from limpet.curvature import Block, every_name, is_excluded, module_names, named_parameters, plain, running_statistics
 from limpet.errors import LimpetWarning, NotProtectedWarning, UnsupportedError, warn
+from limpet.model import Block, every_name, is_excluded, module_names, named_parameters, plain, running_statistics
 
 
 def check_model(model: Any) -> None:

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from limpet.calibration import Curve
-from limpet.curvature import (
-    DIRECT,
-    FISHERS,
-    Displacement,
-    Fisher,
-    FisherPass,
-    Forward,
-    counted_examples,
-    full_precision,
-)
-from limpet.curvature.batches import FirstBatches
+from limpet.curvature import FISHERS, Displacement, Fisher, FisherPass
+from limpet.deprecation import renamed_arguments
+from limpet.distributed import current
 from limpet.errors import (
     FallbackWarning,
     LimpetError,
@@ -34,18 +24,20 @@ from limpet.errors import (
     warn,
     whole_number,
 )
+from limpet.forgetting.loss_curve import Curve
 from limpet.likelihoods import Likelihood
-from limpet.methods.memory import MAX_SIDE, Memory
-from limpet.parallel import current
-from limpet.posterior import Held, Posterior
+from limpet.methods.memory import MAX_FACTOR_SIZE, Memory
+from limpet.model import PER_SAMPLE, Forward, counted_examples, full_precision
+from limpet.model.batch import FirstBatches
+from limpet.posterior import BlockPosterior, Posterior
+from limpet.posterior.sharding import reject_sharded
 from limpet.precision import Precision
-from limpet.spread import refuse_spread
 
 if TYPE_CHECKING:
-    from limpet import store
     from limpet.curvature.checkpoint import Checkpoint
-    from limpet.forecast import Forecast
+    from limpet.forgetting.forecast import Forecast
     from limpet.forgetting.probe import Probe
+    from limpet.methods import state_dict
 
 MOVED = 1e-4
 """How far, relatively, weights may be from the mean by rounding alone."""
@@ -77,6 +69,7 @@ class Laplace(Memory):
 
     _measures_curves = True
 
+    @renamed_arguments(max_side="max_factor_size", at_rest="storage_dtype")
     def __init__(
         self,
         model: nn.Module,
@@ -91,8 +84,8 @@ class Laplace(Memory):
         smoothing: float = 0.0,
         draws: int = 1,
         seed: int = 0,
-        max_side: int = MAX_SIDE,
-        at_rest: str | None = None,
+        max_factor_size: int = MAX_FACTOR_SIZE,
+        storage_dtype: str | None = None,
         offload: bool = False,
     ) -> None:
         if fisher not in FISHERS:
@@ -107,8 +100,8 @@ class Laplace(Memory):
             prior_precision=prior_precision,
             prior_mean=prior_mean,
             exclude=exclude,
-            max_side=max_side,
-            at_rest=at_rest,
+            max_factor_size=max_factor_size,
+            storage_dtype=storage_dtype,
             offload=offload,
         )
 
@@ -129,7 +122,8 @@ class Laplace(Memory):
         `forward(model, batch)` gives (outputs, targets) for batches that are not pairs or dictionaries. `checkpoint`
         names a file to which a long pass is written once a minute: called again after a crash, with batches in the
         same order, it goes on from there; the file is gone once the task is taken in. On many ranks the batches are
-        each rank's own, or all of them, `limpet.parallel.Shared(batches)`; then another number of ranks may go on.
+        each rank's own, or all of them, `limpet.distributed.ReplicatedBatches(batches)`; then another number of ranks
+        may go on.
         With `probe` the memory keeps so many of the inputs, with the outputs that the model gives now, for `drift` to
         be measured on (`add_probe`): the file then holds these inputs.
         """
@@ -150,7 +144,7 @@ class Laplace(Memory):
         The rise is then that of their loss since the last consolidation, and each block's share that of a Fisher
         measured on them. A few hundred examples are enough.
         """
-        from limpet.forecast import fresh_forecast
+        from limpet.forgetting.forecast import fresh_forecast
 
         if curvature not in ("kept", "fresh"):
             raise ValueError(f"curvature must be 'kept' or 'fresh', not {curvature!r}")
@@ -178,7 +172,7 @@ class Laplace(Memory):
         self._refuse_inside_protect()
         if self.smoothing or self._automatic:
             what = "smoothing" if self.smoothing else "strength='auto'"
-            refuse_spread(self.posterior.spread, what, "give a number as strength, and leave out smoothing=")
+            reject_sharded(self.posterior.sharding, what, "give a number as strength, and leave out smoothing=")
         with torch.inference_mode(False):
             around = self._surroundings(batches, examples, limit, forward) if self.smoothing else None
             return self._pass(forward, around).run(
@@ -212,7 +206,7 @@ class Laplace(Memory):
         """A probe of these batches, with the outputs of now."""
         from limpet.forgetting.probe import Probe
 
-        self._refuse_spread("probe=")
+        self._reject_sharded("probe=")
         held = {name for one in self.posterior.held.values() for name in one.block.parameters}
         seed = self.seed + self.tasks
         return Probe.record(self.model, list(batches), self.likelihood, forward, held=held, seed=seed)
@@ -221,7 +215,7 @@ class Laplace(Memory):
         self, batches: Iterable[Any], examples: int | None, limit: int | None, forward: Forward | None
     ) -> Displacement | None:
         """A short look at the mode, and from it where around the mode to measure."""
-        from limpet.surroundings import surroundings
+        from limpet.posterior.perturbation import surroundings
 
         if isinstance(batches, Iterator):
             raise LimpetError("smoothing reads the data twice: give a loader or a list of batches, not an iterator")
@@ -232,24 +226,19 @@ class Laplace(Memory):
         return surroundings(self.posterior, look, strength, self.smoothing, self.seed + self.tasks)
 
     def _pass(self, forward: Forward | None, displacement: Displacement | None) -> FisherPass:
-        blocks, spread = self._planned(), self.posterior.spread
-        kind: Callable[..., FisherPass] = FisherPass
-        if spread is not None:
-            from limpet.curvature.sharded import ShardedPass
+        blocks, sharding, seed = self._planned(), self.posterior.sharding, self.seed + self.tasks
+        measured = self.model, blocks, self.likelihood, self.posterior.structure
+        if sharding is None:
+            return FisherPass(
+                *measured, fisher=self.fisher, draws=self.draws, seed=seed, forward=forward, displacement=displacement
+            )
+        from limpet.curvature.fsdp import ShardedPass
 
-            kind = partial(ShardedPass, spread.ranks, spread.owners)
-            spread.settle(blocks, self.posterior.structure)
-        return kind(
-            self.model,
-            blocks,
-            self.likelihood,
-            self.posterior.structure,
-            fisher=self.fisher,
-            draws=self.draws,
-            seed=self.seed + self.tasks,
-            forward=forward,
-            displacement=displacement,
-        )
+        sharding.settle(blocks, self.posterior.structure)
+        return ShardedPass(
+            *measured, ranks=sharding.ranks, owners=sharding.owners,
+            fisher=self.fisher, draws=self.draws, seed=seed, forward=forward, displacement=displacement,
+        )  # fmt: skip
 
     def _settle(self, fishers: list[Fisher], forward: Forward | None) -> None:
         """Let what the passes found become the memory: the newest task is the last of them."""
@@ -274,11 +263,11 @@ class Laplace(Memory):
             raise
 
     def _take_in(self, fishers: list[Fisher], forward: Forward | None) -> None:
-        from limpet.surroundings import with_task
+        from limpet.posterior.perturbation import with_task
 
         newest = fishers[-1]
         self._warn_of_fallback(newest)
-        self._direct = self._direct | {name for b in newest.blocks if b.kind == DIRECT for name in b.parameters}
+        self._direct = self._direct | {name for b in newest.blocks if b.kind == PER_SAMPLE for name in b.parameters}
         self.posterior.arrange(newest.blocks)
         moved = self.forecast().quadratic
         curve = Curve()
@@ -303,11 +292,11 @@ class Laplace(Memory):
         """Every block of which the newest task says something, after the task."""
         weights = dict(self.posterior.weights())
 
-        def updated(held: Held) -> Held:
+        def updated(held: BlockPosterior) -> BlockPosterior:
             if not fishers[-1].speaks_of(held.block):
                 return held
             after = self._updated(held, fishers, held.matrix(weights).detach().clone())
-            if self.posterior.spread is not None:  # nobody else asks for them, and a rank has room for its own blocks
+            if self.posterior.sharding is not None:  # nobody else asks for them, and a rank has room for its own blocks
                 for name in held.block.parameters:
                     del weights[name]
                 for fisher in fishers:
@@ -318,9 +307,9 @@ class Laplace(Memory):
 
     def _curve(self, number: int, posterior: Posterior, newest: Fisher, forward: Forward | None) -> Curve:
         """How the loss of the newest task, the one of this number, rises around a posterior that knows it."""
-        from limpet.measuring import measure
+        from limpet.forgetting.measurement import measure
 
-        if posterior.spread is not None:
+        if posterior.sharding is not None:
             return Curve()
         return measure(posterior, newest, self.likelihood, forward, self.seed + number)
 
@@ -338,8 +327,8 @@ class Laplace(Memory):
             )
 
     def _warn_of_fallback(self, newest: Fisher) -> None:
-        planned = {name for block in self._planned() if block.kind != DIRECT for name in block.parameters}
-        fallen = [b.name for b in newest.blocks if b.kind == DIRECT and b.name in planned]
+        planned = {name for block in self._planned() if block.kind != PER_SAMPLE for name in block.parameters}
+        fallen = [b.name for b in newest.blocks if b.kind == PER_SAMPLE and b.name in planned]
         if fallen:
             warn(
                 f"{len(fallen)} parameters (such as {fallen[0]}) are used in a way that hooks on their layers do not "
@@ -348,10 +337,10 @@ class Laplace(Memory):
             )
 
     @abstractmethod
-    def _updated(self, held: Held, fishers: list[Fisher], mean: Tensor) -> Held:
+    def _updated(self, held: BlockPosterior, fishers: list[Fisher], mean: Tensor) -> BlockPosterior:
         """The block after the task, whose weights are now `mean`."""
 
-    def _added(self, held: Held, fishers: list[Fisher]) -> Precision:
+    def _added(self, held: BlockPosterior, fishers: list[Fisher]) -> Precision:
         """The block's precision with these Fishers added, each times the strength."""
         precision = held.precision
         for fisher in fishers:
@@ -363,7 +352,7 @@ class Laplace(Memory):
         own = {"fisher": self.fisher, "smoothing": self.smoothing, "draws": self.draws, "seed": self.seed}
         return {**super()._settings(), **own}
 
-    def _read_settings(self, settings: store.Settings) -> dict[str, Any]:
+    def _read_settings(self, settings: state_dict.Settings) -> dict[str, Any]:
         return {
             **super()._read_settings(settings),
             "fisher": settings.choice("fisher", FISHERS),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,37 +11,43 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from limpet.calibration import History
-from limpet.curvature import Block, Forward, Structure, discover, unwrapped
-from limpet.errors import LimpetError, UnsupportedError, finite_number, positive_whole
+from limpet.curvature import Structure
+from limpet.deprecation import renamed_arguments
+from limpet.errors import LimpetError, MemoryFileError, UnsupportedError, finite_number, positive_whole
+from limpet.forgetting.loss_curve import TaskHistory
 from limpet.likelihoods import Likelihood, resolve
 from limpet.methods.checks import check_model, excluded_names, say_what_is_not_protected
-from limpet.methods.kept import Kept
+from limpet.model import Block, Forward, discover, unwrapped
 from limpet.posterior import PRIOR_MEANS, Posterior
+from limpet.posterior.sharding import reject_sharded
 from limpet.precision import STRUCTURES
-from limpet.precision.rest import Rest
-from limpet.spread import refuse_spread
+from limpet.precision.storage import Storage
 
 if TYPE_CHECKING:  # what a memory can do is imported when it is asked for: importing limpet takes hardly any time
-    from limpet.budget import Budget
-    from limpet.forecast import Forecast
+    from limpet.forgetting.budget import Budget
     from limpet.forgetting.drift import Drift
-    from limpet.linearised import OutputDistribution
-    from limpet.protect import Protection, StepObserver
-    from limpet.report import Report
+    from limpet.forgetting.forecast import Forecast
+    from limpet.forgetting.probe import Probe
+    from limpet.io.state import State
+    from limpet.methods.state_dict import Settings
+    from limpet.posterior.summary import Report
+    from limpet.predictive.linearized import OutputDistribution
+    from limpet.protection.bound_block import ProximalState
+    from limpet.protection.protection import Protection, StepObserver
 
 NO_PROBE = (
     "this memory has no probe to measure drift on, which is kept only where it is asked for: consolidate with "
     "probe=100 (it keeps so many inputs), or for a language model with limpet consolidate --self-samples"
 )
 
-MAX_SIDE = 4096
+MAX_FACTOR_SIZE = 4096
 """The longest side of a block whose factor is kept whole."""
 
 
-class Memory(Kept):
+class Memory(ABC):
     """What a network knows, as a Gaussian over its weights. Use one of the methods: `limpet.OnlineLaplace`, ..."""
 
+    method: ClassVar[str]
     _measures_curves: ClassVar[bool] = False  # whether forecasts are in nats, so that a multiplier can follow them
 
     def __init__(
@@ -53,8 +60,8 @@ class Memory(Kept):
         prior_precision: float,
         prior_mean: str,
         exclude: Iterable[str | nn.Module | nn.Parameter],
-        max_side: int,
-        at_rest: str | None = None,
+        max_factor_size: int,
+        storage_dtype: str | None = None,
         offload: bool = False,
     ) -> None:
         if structure not in STRUCTURES:
@@ -62,7 +69,9 @@ class Memory(Kept):
         if prior_mean not in PRIOR_MEANS:
             raise ValueError(f"prior_mean must be one of {', '.join(PRIOR_MEANS)}, not {prior_mean!r}")
         prior_precision = finite_number("prior_precision", prior_precision)
-        settings = Structure(structure, positive_whole("max_side", max_side), Rest(at_rest, offload))
+        settings = Structure(
+            structure, positive_whole("max_factor_size", max_factor_size), Storage(storage_dtype, offload)
+        )
         check_model(model)
         self.model = unwrapped(model)
         self.likelihood = resolve(likelihood)
@@ -71,12 +80,13 @@ class Memory(Kept):
         self.strength = strength
         self.examples = 0
         self.tasks = 0
-        self.unused = frozenset()
-        self.history = History()
-        self.probes = ()
-        self._direct = set()
+        self.unused: frozenset[str] = frozenset()
+        self.history = TaskHistory()
+        self.probes: tuple[Probe, ...] = ()  # inputs, with the outputs that the model gave before
+        self._direct: set[str] = set()  # parameters that no layer class has seen in use
         self._protection: Protection | None = None
-        self._proximal_state = self._resume = None
+        self._proximal_state: ProximalState | None = None  # of the training that is under way,
+        self._resume: ProximalState | None = None  # and of one that was loaded
         self.posterior.arrange(self._planned())
         say_what_is_not_protected(self.model, self._planned())
 
@@ -85,7 +95,7 @@ class Memory(Kept):
         """What the Fisher of the tasks to come is multiplied by, or "auto"; it may be changed between tasks.
 
         "auto" takes for every task what its own data say when it is taken in: how much faster than the quadratic its
-        loss rises at the distance that weights travel while other tasks are learned (`limpet.calibration`).
+        loss rises at the distance that weights travel while other tasks are learned (`limpet.forgetting.loss_curve`).
         """
         return "auto" if self._automatic else self._strength
 
@@ -144,13 +154,11 @@ class Memory(Kept):
         With `budget` the strength no longer matters: the memory holds just hard enough to keep the forecast within
         so many nats per example, and not at all before that.
         """
-        from limpet.protect import Protection
-        from limpet.protect_sharded import ShardedProtection
+        from limpet.protection.protection import Protection
 
         self._refuse_inside_protect()
         self.posterior.arrange(self._planned())
-        kind = Protection if self.posterior.spread is None else ShardedProtection
-        return kind(
+        return Protection(
             self.posterior,
             optimizer,
             examples=examples,
@@ -169,7 +177,7 @@ class Memory(Kept):
     def _budget(self, budget: float | None) -> Budget | None:
         if budget is None:
             return None
-        from limpet.budget import Budget
+        from limpet.forgetting.budget import Budget
 
         if not finite_number("budget", budget):
             raise ValueError("a budget of 0 lets nothing change: give what may be forgotten, in nats per example")
@@ -179,7 +187,7 @@ class Memory(Kept):
                 "structure='kronecker', 'diagonal' or 'dense'"
             )
         if self.posterior.structure.rest.dtype is not None:
-            raise UnsupportedError("budget= needs orthonormal bases: leave out at_rest=, which rounds them")
+            raise UnsupportedError("budget= needs orthonormal bases: leave out storage_dtype=, which rounds them")
         return Budget(self.history, float(budget))
 
     def _entered(self, protection: Protection) -> None:
@@ -233,7 +241,7 @@ class Memory(Kept):
         >>> 0 < memory.forecast() < 0.1
         True
         """
-        from limpet.forecast import forecast
+        from limpet.forgetting.forecast import forecast
 
         return forecast(self.posterior, self.examples, self.history)
 
@@ -271,7 +279,7 @@ class Memory(Kept):
         """
         from limpet.forgetting.drift import drift
 
-        self._refuse_spread("drift")
+        self._reject_sharded("drift")
         if not self.probes:
             raise LimpetError(NO_PROBE)
         self.posterior.follow_devices()
@@ -282,14 +290,15 @@ class Memory(Kept):
         """The protected parameters, drawn from the Gaussian that the memory is."""
         from limpet.predictive import sample_weights
 
-        self._refuse_spread("sample_weights")
+        self._reject_sharded("sample_weights")
         return sample_weights(self.posterior, generator)
 
+    @renamed_arguments(how="link_approximation")
     def predictive(
         self,
         inputs: Any,
         *,
-        how: str = "probit",
+        link_approximation: str = "probit",
         draws: int = 20,
         forward: Forward | None = None,
         prior_precision: float | str | None = None,
@@ -297,11 +306,19 @@ class Memory(Kept):
     ) -> Any:
         """Predictions averaged over what the weights might be: class probabilities for a categorical.
 
-        `how` is "probit" (of the network linearised at the mean, whose outputs have a Gaussian distribution, in closed
-        form), "linearised" (the same over `draws` outputs drawn from it) or "sampled" (over weights drawn from the
-        memory: for outputs per position, which the first two do not take, and further off). `prior_precision` takes
-        the place of the memory's; "evidence" is the one under which what was learned is most likely.
-        `forward(model, inputs)` gives the outputs.
+        Args:
+            inputs: A batch of inputs.
+            link_approximation: "probit" (closed form, for the network linearised at the mean, whose outputs are
+                Gaussian), "linearised" (the mean over `draws` outputs of that Gaussian) or "sampled" (the mean over
+                `draws` weights of the memory: for outputs per position, which the first two do not support).
+            draws: How many samples to average over.
+            forward: `forward(model, inputs)` returns the outputs, where the model is not called on the inputs alone.
+            prior_precision: Replaces the prior precision of the memory; "evidence" is the one that maximises the
+                marginal likelihood.
+            generator: The source of randomness.
+
+        Returns:
+            Class probabilities for a categorical likelihood, means for others.
 
         >>> import limpet
         >>> model = torch.nn.Linear(3, 2)
@@ -312,12 +329,12 @@ class Memory(Kept):
         """
         from limpet.predictive import predictive
 
-        self._refuse_spread("predictive")
+        self._reject_sharded("predictive")
         return predictive(
             self.posterior,
             self.likelihood,
             inputs,
-            how=how,
+            link_approximation=link_approximation,
             draws=draws,
             forward=forward,
             prior_precision=self._prior(prior_precision),
@@ -337,18 +354,18 @@ class Memory(Kept):
         >>> found.mean.shape, found.covariance.shape
         (torch.Size([5, 1]), torch.Size([5, 1, 1]))
         """
-        from limpet.linearised import output_distribution
+        from limpet.predictive.linearized import output_distribution
 
-        self._refuse_spread("output_distribution")
+        self._reject_sharded("output_distribution")
         prior = self._prior(prior_precision)
         return output_distribution(self.posterior, inputs, forward=forward, prior_precision=prior)
 
-    def _refuse_spread(self, what: str) -> None:
-        refuse_spread(self.posterior.spread, f"memory.{what}(...)", "save the memory, and load it in one process")
+    def _reject_sharded(self, what: str) -> None:
+        reject_sharded(self.posterior.sharding, f"memory.{what}(...)", "save the memory, and load it in one process")
 
     def _prior(self, prior_precision: float | str | None) -> float | None:
         if isinstance(prior_precision, str):
-            from limpet.evidence import evidence_prior
+            from limpet.posterior.marginal_likelihood import evidence_prior
 
             if prior_precision != "evidence":
                 raise ValueError(f"prior_precision must be a number or 'evidence', not {prior_precision!r}")
@@ -357,7 +374,7 @@ class Memory(Kept):
 
     def report(self) -> Report:
         """Every parameter of the model: its block, structure, bytes, and whether it is protected or why not."""
-        from limpet.report import report
+        from limpet.posterior.summary import report
 
         chosen = f" ({self._strength:.2g} for the last task)" if self._automatic and self.tasks else ""
         title = (
@@ -381,16 +398,120 @@ class Memory(Kept):
             f"examples={self.examples} bytes={self.nbytes}>"
         )
 
+    def state_dict(self) -> State:
+        """All that the memory holds: {"metadata": JSON, "tensors": tensors by name}.
+
+        With `load_state_dict` it makes a memory a Stateful of torch.distributed.checkpoint: save it beside the model,
+        `dcp.save({"model": ..., "memory": memory}, checkpoint_id=folder)`, and `limpet.load(folder, model)` brings it
+        back on any number of ranks. For a model in pieces it is a collective.
+        """
+        from limpet.methods import state_dict
+
+        extra = self._extra_tensors()
+        for i, probe in enumerate(self.probes):
+            extra |= {f"{state_dict.PROBE}{i}/{name}": tensor for name, tensor in probe.tensors().items()}
+        return state_dict.collect(self.posterior, self._settings(), self._proximal_state, extra)
+
+    def load_state_dict(self, state: State) -> None:
+        """Take over a state that `state_dict` made, for the same method, structure and model; all of it or nothing."""
+        from limpet.methods import state_dict
+
+        self._refuse_inside_protect()
+        content = state_dict.Content.of(state)
+        structure = self.posterior.structure.name
+        expected = {"method": self.method, "structure": structure, "likelihood": self.likelihood.describe()}
+        state_dict.check_settings(content, expected)
+        previous = self._direct, self.exclude, self.posterior.structure
+        try:
+            with state_dict.rejecting_damage():
+                settings = state_dict.Settings(content)
+                max_factor_size = positive_whole("max_side", settings.whole("max_side"))
+                self._direct, self.exclude = state_dict.direct_parameters(content), tuple(settings.names("exclude"))
+                rest = Storage.of(content.metadata["settings"])
+                self.posterior.structure = Structure(structure, max_factor_size, rest)
+                attributes = self._read_settings(settings)
+                prior_precision = settings.number("prior_precision")
+                prior_mean = settings.choice("prior_mean", PRIOR_MEANS)
+                blocks = self._planned(also=state_dict.parameter_names(content))
+                held, constant, proximal, extra = state_dict.restore(content, blocks, self.posterior)
+                attributes["probes"] = state_dict.read_probes(settings, extra)
+                own = {name: tensor for name, tensor in extra.items() if not name.startswith(state_dict.PROBE)}
+                attributes.update(self._read_extra(settings, own))
+        except MemoryFileError:
+            self._direct, self.exclude, self.posterior.structure = previous
+            raise
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        self.posterior.held, self.posterior.constant = held, constant
+        self.posterior.prior_precision, self.posterior.prior_mean = prior_precision, prior_mean
+        self._proximal_state = self._resume = proximal
+
+    def save(self, path: str | Path) -> None:
+        """Keep the memory in a file: safetensors with a versioned header, no pickle.
+
+        Of a model in pieces all ranks write their parts of one file, which must be in a folder that all of them see.
+        """
+        from limpet.methods import state_dict
+
+        state, sharding = self.state_dict(), self.posterior.sharding
+        if sharding is None:
+            state_dict.write(path, state)
+        else:
+            state_dict.write_together(path, state, sharding.ranks)
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "method": self.method,
+            "structure": self.posterior.structure.name,
+            "strength": self._strength,
+            "automatic": self._automatic,
+            "prior_precision": self.posterior.prior_precision,
+            "prior_mean": self.posterior.prior_mean,
+            "likelihood": self.likelihood.describe(),
+            "max_side": self.posterior.structure.max_factor_size,
+            **self.posterior.structure.rest.metadata(),
+            "exclude": list(self.exclude),
+            "examples": self.examples,
+            "tasks": self.tasks,
+            "unused": sorted(self.unused),
+            "history": self.history.plain(),
+            **({"probes": [probe.metadata() for probe in self.probes]} if self.probes else {}),
+        }
+
+    def _read_settings(self, settings: Settings) -> dict[str, Any]:
+        """The attributes that settings stand for."""
+        return {
+            "_strength": settings.number("strength"),
+            "_automatic": settings.flag("automatic"),
+            "examples": settings.whole("examples"),
+            "tasks": settings.whole("tasks"),
+            "unused": frozenset(settings.names("unused")),
+            "history": TaskHistory.restore(settings.part("history")),
+        }
+
+    def _extra_tensors(self) -> dict[str, Tensor]:
+        """Tensors of a method's own."""
+        return {}
+
+    def _read_extra(self, settings: Settings, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """The attributes that a method's own tensors stand for."""
+        if tensors:
+            raise MemoryFileError(f"tensors that {type(self).__name__} does not know: {', '.join(sorted(tensors))}")
+        return {}
+
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
         """Upload the memory beside a model on the Hugging Face hub, where `limpet.load(repo_id, model)` finds it."""
-        from limpet import hub
+        from limpet.io import hub
 
-        return hub.push(self, repo_id, private=private, token=token)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / hub.FILE
+            self.save(path)
+            return hub.upload(path, repo_id, private=private, token=token)
 
     @property
     def sharded(self) -> bool:
         """Whether every rank keeps some of the blocks, because the model is under `fully_shard`."""
-        return self.posterior.spread is not None
+        return self.posterior.sharding is not None
 
     def _partly_frozen(self) -> set[str]:
         """The parameters of blocks that hold tasks and still train, if only in part."""
@@ -410,5 +531,5 @@ class Memory(Kept):
         """
         found: list[Block] = []
         for block in discover(self.model, self.exclude, {*also, *self._partly_frozen()}):
-            found.extend(block.made_direct() if self._direct & set(block.parameters) else [block])
+            found.extend(block.as_per_sample() if self._direct & set(block.parameters) else [block])
         return found

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from limpet.curvature import Fisher
 from limpet.methods.laplace import Laplace
-from limpet.posterior import Held
+from limpet.posterior import BlockPosterior
 
 
 class OnlineLaplace(Laplace):
@@ -38,5 +38,5 @@ class OnlineLaplace(Laplace):
 
     method = "online-laplace"
 
-    def _updated(self, held: Held, fishers: list[Fisher], mean: Tensor) -> Held:
+    def _updated(self, held: BlockPosterior, fishers: list[Fisher], mean: Tensor) -> BlockPosterior:
         return replace(held, mean=mean, precision=self._added(held, fishers), tasks=held.tasks + 1)

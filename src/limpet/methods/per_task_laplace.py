@@ -9,7 +9,7 @@ from torch import Tensor
 
 from limpet.curvature import Fisher
 from limpet.methods.laplace import Laplace
-from limpet.posterior import Held
+from limpet.posterior import BlockPosterior
 from limpet.precision.linalg import widened
 
 
@@ -38,16 +38,18 @@ class PerTaskLaplace(Laplace):
     def _update(self, fishers: list[Fisher]) -> None:
         self._moved = 0.0
         super()._update(fishers)
-        spread = self.posterior.spread
-        self.posterior.constant += self._moved if spread is None else spread.ranks.numbers(self._moved)[0]
+        sharding = self.posterior.sharding
+        self.posterior.constant += self._moved if sharding is None else sharding.ranks.numbers(self._moved)[0]
 
-    def _updated(self, held: Held, fishers: list[Fisher], mean: Tensor) -> Held:
-        slope = None
+    def _updated(self, held: BlockPosterior, fishers: list[Fisher], mean: Tensor) -> BlockPosterior:
+        linear_term = None
         if held.tasks:
             d = widened(mean - held.mean)
             precision = held.precision.to(d.device, torch.float64)
-            force = precision.apply(d)
-            old = torch.zeros_like(d) if held.slope is None else widened(held.slope)
-            self._moved += float((old * d).sum() + (d * force).sum() / 2)
-            slope = (old + force).to(held.mean)
-        return replace(held, mean=mean, slope=slope, precision=self._added(held, fishers), tasks=held.tasks + 1)
+            gradient = precision.apply(d)
+            old = torch.zeros_like(d) if held.linear_term is None else widened(held.linear_term)
+            self._moved += float((old * d).sum() + (d * gradient).sum() / 2)
+            linear_term = (old + gradient).to(held.mean)
+        return replace(
+            held, mean=mean, linear_term=linear_term, precision=self._added(held, fishers), tasks=held.tasks + 1
+        )

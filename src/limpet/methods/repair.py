@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from limpet.curvature import Fisher, FisherPass, Forward, full_precision, part, untouched, unwrapped
-from limpet.curvature.batches import batch_size, check_batches, counted_examples
+from limpet.curvature import Fisher, FisherPass
+from limpet.distributed import ReplicatedBatches, current
 from limpet.errors import (
     CurvatureError,
     LimpetError,
@@ -21,13 +21,14 @@ from limpet.errors import (
     warn,
 )
 from limpet.forgetting.displacement import displacements
+from limpet.forgetting.measurement import LossProbe
 from limpet.forgetting.repair import Measures, Repair, solve
 from limpet.likelihoods import Likelihood, resolve
-from limpet.measuring import Look
 from limpet.methods.laplace import Laplace
 from limpet.methods.memory import NO_PROBE, Memory
 from limpet.methods.restore import restored
-from limpet.parallel import Shared, current
+from limpet.model import Forward, full_precision, part, preserve_state, unwrapped
+from limpet.model.batch import batch_size, check_batches, counted_examples
 
 HELD_OUT = 5
 """One batch in so many is held out, where a tolerance asks for it."""
@@ -117,19 +118,21 @@ def repair(
     own = _usable(memory, model)
     if budget is not None and not own.probes:
         raise LimpetError(NO_PROBE)
-    shared = isinstance(batches, Shared)
-    split = HeldOutSplit(batches.batches if isinstance(batches, Shared) else batches, hold_out=tolerance is not None)
+    shared = isinstance(batches, ReplicatedBatches)
+    split = HeldOutSplit(
+        batches.batches if isinstance(batches, ReplicatedBatches) else batches, hold_out=tolerance is not None
+    )
     counted = examples is not None or limit is not None
     with full_precision(), torch.inference_mode(False):
-        given = Shared(split) if shared else split
+        given = ReplicatedBatches(split) if shared else split
         fisher = _new_fisher(own, given, examples, limit, forward, likelihood, progress)
         if tolerance is not None and not split.held:
             raise LimpetError(TOO_FEW)
         held_out = split.held or fisher.first.take(MOST_HELD_OUT // HELD_OUT)
-        look = Look(own.model, held_out, fisher_likelihood(own, likelihood), forward, own.seed)
+        look = LossProbe(own.model, held_out, fisher_likelihood(own, likelihood), forward, own.seed)
 
         def loss() -> float:
-            with untouched(own.model):
+            with preserve_state(own.model):
                 return fisher.loss_scale * look.loss({})
 
         if not math.isfinite(loss()):  # measured before anything moves, so that targets are drawn from the tuned model
@@ -166,7 +169,7 @@ def _usable(memory: Memory, model: nn.Module) -> Laplace:
     if not memory.tasks:
         raise LimpetError("this memory knows no task yet: call memory.consolidate(old_batches) before the fine-tune")
     memory._refuse_inside_protect()
-    memory._refuse_spread("repair")
+    memory._reject_sharded("repair")
     _warn_of_merged(model)
     if memory.model is unwrapped(model):
         memory.posterior.follow_devices()

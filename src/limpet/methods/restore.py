@@ -13,7 +13,10 @@ from limpet.likelihoods import Likelihood, from_description
 from limpet.methods import METHODS, Memory
 
 if TYPE_CHECKING:
-    from limpet.store import State
+    from limpet.io.state import State
+
+ARGUMENTS = {"max_side": "max_factor_size", "at_rest": "storage_dtype"}
+"""Settings that a file has under other names than the arguments of a memory."""
 
 
 def restored(state: State, model: nn.Module, likelihood: Likelihood | None = None) -> Memory:
@@ -30,13 +33,14 @@ def restored(state: State, model: nn.Module, likelihood: Likelihood | None = Non
     Raises:
         MemoryFileError: Where the state is damaged, or was made for another model.
     """
-    from limpet import store
+    from limpet.methods import state_dict
 
-    content = store.Content.of(state)
+    content = state_dict.Content.of(state)
     settings: dict[str, Any] = content.metadata["settings"]
-    with store.refusing(), warnings.catch_warnings():
+    with state_dict.rejecting_damage(), warnings.catch_warnings():
         warnings.simplefilter("ignore", LimpetWarning)  # said when the memory was made
-        kind = METHODS[store.Settings(content).choice("method", METHODS)]
+        kind = METHODS[state_dict.Settings(content).choice("method", METHODS)]
+        settings = {ARGUMENTS.get(name, name): value for name, value in settings.items()}
         wanted = inspect.signature(kind.__init__).parameters.keys() & settings.keys()
         options = {name: settings[name] for name in wanted if name != "likelihood"}
         if "likelihood" in wanted:

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from limpet.curvature import Block, is_excluded, named_parameters
-from limpet.curvature.blocks import direct
 from limpet.errors import LimpetError, MemoryFileError, UnsupportedError
-from limpet.methods.memory import MAX_SIDE, Memory
-from limpet.posterior import Held
+from limpet.methods.memory import MAX_FACTOR_SIZE, Memory
+from limpet.model import Block, is_excluded, named_parameters
+from limpet.model.blocks import direct
+from limpet.posterior import BlockPosterior
+from limpet.posterior.sharding import reject_sharded
 from limpet.precision import Diagonal, DiagonalTerm
-from limpet.spread import refuse_spread
 
 if TYPE_CHECKING:
-    from limpet import store
-    from limpet.protect import StepObserver
+    from limpet.methods import state_dict
+    from limpet.protection.protection import StepObserver
 
 
 class SynapticIntelligence(Memory):
@@ -72,9 +72,9 @@ class SynapticIntelligence(Memory):
             prior_precision=prior_precision,
             prior_mean=prior_mean,
             exclude=exclude,
-            max_side=MAX_SIDE,
+            max_factor_size=MAX_FACTOR_SIZE,
         )
-        refuse_spread(self.posterior.spread, "Synaptic Intelligence", "use limpet.OnlineLaplace")
+        reject_sharded(self.posterior.sharding, "Synaptic Intelligence", "use limpet.OnlineLaplace")
 
     def _planned(self, also: Any = ()) -> list[Block]:
         """Every parameter is a block of its own: importance is counted weight by weight, whatever the layer."""
@@ -145,7 +145,7 @@ class SynapticIntelligence(Memory):
         running = None if watch is None else {"steps": watch.steps, "examples": watch.examples}
         return {**super()._settings(), "damping": self.damping, "watch": running}
 
-    def _read_settings(self, settings: store.Settings) -> dict[str, Any]:
+    def _read_settings(self, settings: state_dict.Settings) -> dict[str, Any]:
         return {**super()._read_settings(settings), "damping": settings.number("damping")}
 
     def _extra_tensors(self) -> dict[str, Tensor]:
@@ -154,7 +154,7 @@ class SynapticIntelligence(Memory):
         pairs = (("path", self._watch.path), ("start", self._watch.start))
         return {f"watch.{kind}.{name}": tensor for kind, tensors in pairs for name, tensor in tensors.items()}
 
-    def _read_extra(self, settings: store.Settings, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def _read_extra(self, settings: state_dict.Settings, tensors: dict[str, Tensor]) -> dict[str, Any]:
         running = settings.part("watch")
         if running is None:
             return {**super()._read_extra(settings, tensors), "_watch": None}
@@ -170,7 +170,7 @@ class SynapticIntelligence(Memory):
         return {"_watch": watch}
 
 
-def _kept_positive(term: Tensor, held: Held, strength: float) -> Tensor:
+def _kept_positive(term: Tensor, held: BlockPosterior, strength: float) -> Tensor:
     """The term, raised to where neither the sum of importances nor that times the strengths falls below zero."""
     precision = held.precision
     assert isinstance(precision, Diagonal)

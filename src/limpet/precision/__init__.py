@@ -1,12 +1,12 @@
 """The algebra of one block's precision: a file a structure, the same verbs in each."""
 
-from limpet.precision.base import Facts, Precision
+from limpet.precision.base import Metadata, Precision
 from limpet.precision.block_diagonal import BlockDiagonal, Matrix
 from limpet.precision.dense import Dense
 from limpet.precision.diagonal import Diagonal
 from limpet.precision.kronecker import Kronecker
 from limpet.precision.kronecker_sum import KroneckerSum
-from limpet.precision.sides import Sides
+from limpet.precision.rotation import Rotation
 from limpet.precision.spectrum import Spectrum
 from limpet.precision.terms import DenseTerm, DiagonalTerm, KroneckerTerm, Term
 
@@ -21,13 +21,13 @@ __all__ = [
     "DenseTerm",
     "Diagonal",
     "DiagonalTerm",
-    "Facts",
     "Kronecker",
     "KroneckerSum",
     "KroneckerTerm",
     "Matrix",
+    "Metadata",
     "Precision",
-    "Sides",
+    "Rotation",
     "Spectrum",
     "Term",
 ]

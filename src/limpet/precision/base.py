@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from limpet.errors import LimpetError, finite_number
-from limpet.precision.sides import Sides
+from limpet.precision.rotation import Rotation
 from limpet.precision.spectrum import Spectrum
 from limpet.precision.terms import Term
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Facts = dict[str, Any]
+Metadata = dict[str, Any]
 """The numbers of a precision that are not tensors; plain JSON."""
 
 
@@ -53,9 +53,9 @@ class Precision(ABC):
         """`apply` for many uses: may be faster, and take memory of its own as long as it is kept."""
         return self.apply
 
-    def sides(self) -> Sides:
+    def sides(self) -> Rotation:
         """Bases of the rows and of the columns between which `apply_in_sides` works."""
-        return Sides()
+        return Rotation()
 
     def apply_in_sides(self, v: Tensor) -> Tensor:
         """L v where v, and what comes of it, are U_rows^T (.) U_columns."""
@@ -102,18 +102,18 @@ class Precision(ABC):
         """The tensors to keep, by name."""
 
     @abstractmethod
-    def facts(self) -> Facts:
+    def metadata(self) -> Metadata:
         """The numbers to keep beside the tensors."""
 
     @classmethod
     @abstractmethod
-    def restore(cls, shape: torch.Size, tensors: Mapping[str, Tensor], facts: Facts) -> Self:
+    def restore(cls, shape: torch.Size, tensors: Mapping[str, Tensor], metadata: Metadata) -> Self:
         """The inverse of `tensors` and `facts`; a ValueError says what does not fit."""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         """The same precision on another device or in another dtype."""
         moved = {name: tensor.to(device, dtype) for name, tensor in self.tensors().items()}
-        return self.restore(self.shape, moved, self.facts())
+        return self.restore(self.shape, moved, self.metadata())
 
     @property
     def nbytes(self) -> int:
@@ -141,11 +141,11 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor
 
 
-def fact(facts: Facts, name: str) -> float:
+def metadata_number(metadata: Metadata, name: str) -> float:
     """The number of that name; a ValueError where it is missing or not a finite number >= 0."""
-    return finite_number(name, facts.get(name))
+    return finite_number(name, metadata.get(name))
 
 
-def optional_fact(facts: Facts, name: str) -> float | None:
+def optional_metadata_number(metadata: Metadata, name: str) -> float | None:
     """The number of that name, or None."""
-    return None if facts.get(name) is None else fact(facts, name)
+    return None if metadata.get(name) is None else metadata_number(metadata, name)

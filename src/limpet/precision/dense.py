@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from limpet.precision.base import Facts, Precision, check_shape, fact, inverse_root, noise, optional_fact
+from limpet.precision.base import (
+    Metadata,
+    Precision,
+    check_shape,
+    inverse_root,
+    metadata_number,
+    noise,
+    optional_metadata_number,
+)
 from limpet.precision.linalg import symmetric_eigen, widened
 from limpet.precision.spectrum import Spectrum
 from limpet.precision.terms import DenseTerm, Term
@@ -100,13 +108,13 @@ class Dense(Precision):
     def tensors(self) -> dict[str, Tensor]:
         return self.matrix.tensors("matrix")
 
-    def facts(self) -> Facts:
+    def metadata(self) -> Metadata:
         return {"prior": self.prior, "strength": self.matrix.strength}
 
     @classmethod
-    def restore(cls, shape: torch.Size, tensors: Mapping[str, Tensor], facts: Facts) -> Self:
+    def restore(cls, shape: torch.Size, tensors: Mapping[str, Tensor], metadata: Metadata) -> Self:
         n = shape.numel()
         for name, tensor in tensors.items():
             check_shape(name, tensor, (n, n))
-        matrix = WeightedSum.restore("matrix", tensors, optional_fact(facts, "strength"))
-        return cls(shape, fact(facts, "prior"), matrix)
+        matrix = WeightedSum.restore("matrix", tensors, optional_metadata_number(metadata, "strength"))
+        return cls(shape, metadata_number(metadata, "prior"), matrix)

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from limpet.precision.base import Facts, Precision, check_shape, fact, inverse_root, noise, optional_fact
+from limpet.precision.base import (
+    Metadata,
+    Precision,
+    check_shape,
+    inverse_root,
+    metadata_number,
+    noise,
+    optional_metadata_number,
+)
 from limpet.precision.linalg import widened
 from limpet.precision.spectrum import Spectrum
 from limpet.precision.terms import DiagonalTerm, Term
@@ -79,15 +87,15 @@ class Diagonal(Precision):
     def tensors(self) -> dict[str, Tensor]:
         return self.values.tensors("diagonal")
 
-    def facts(self) -> Facts:
+    def metadata(self) -> Metadata:
         return {"prior": self.prior, "strength": self.values.strength}
 
     @classmethod
-    def restore(cls, shape: torch.Size, tensors: Mapping[str, Tensor], facts: Facts) -> Self:
+    def restore(cls, shape: torch.Size, tensors: Mapping[str, Tensor], metadata: Metadata) -> Self:
         for name, tensor in tensors.items():
             check_shape(name, tensor, shape)
         return cls(
             shape,
-            fact(facts, "prior"),
-            WeightedSum.restore("diagonal", tensors, optional_fact(facts, "strength")),
+            metadata_number(metadata, "prior"),
+            WeightedSum.restore("diagonal", tensors, optional_metadata_number(metadata, "strength")),
         )

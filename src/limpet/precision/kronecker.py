@@ -27,12 +27,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from limpet.precision.base import Facts, Precision, check_shape, fact, inverse_root, noise, optional_fact
+from limpet.precision.base import (
+    Metadata,
+    Precision,
+    check_shape,
+    inverse_root,
+    metadata_number,
+    noise,
+    optional_metadata_number,
+)
 from limpet.precision.block_diagonal import Matrix, diagonal, find, joined, named, pieces, recut
 from limpet.precision.linalg import symmetric_eigen, widened
-from limpet.precision.rest import AS_USED, Rest
-from limpet.precision.sides import Sides
+from limpet.precision.rotation import Rotation
 from limpet.precision.spectrum import Spectrum
+from limpet.precision.storage import AS_USED, Storage
 from limpet.precision.terms import KroneckerTerm, Term
 from limpet.precision.weighted import WeightedSum
 
@@ -48,7 +56,7 @@ class Basis:
     trace: Tensor
     diagonal: bool  # this side stays the identity: its factor is, or is kept, diagonal
     sizes: tuple[int, ...]  # of the pieces that the side is cut into
-    rest: Rest = AS_USED  # how the columns lie while nobody uses them
+    rest: Storage = AS_USED  # how the columns lie while nobody uses them
 
     @property
     def columns(self) -> Matrix | None:
@@ -117,7 +125,7 @@ class Kronecker(Precision):
         outputs_diagonal: bool = False,
         inputs_sizes: tuple[int, ...] | None = None,
         outputs_sizes: tuple[int, ...] | None = None,
-        rest: Rest = AS_USED,
+        rest: Storage = AS_USED,
     ) -> Kronecker:
         """The prior alone; a side is cut into pieces of the sizes given."""
         *groups, out, in_ = shape
@@ -194,8 +202,8 @@ class Kronecker(Precision):
         # the same in one product: prior v + factor (U_H scaled) U_Q^T
         return torch.addmm(v, sides.rows_back(scaled), sides.columns.mT, beta=self.prior, alpha=factor)
 
-    def sides(self) -> Sides:
-        return Sides(self.outputs.columns, self.inputs.columns)
+    def sides(self) -> Rotation:
+        return Rotation(self.outputs.columns, self.inputs.columns)
 
     def apply_in_sides(self, v: Tensor) -> Tensor:
         return self._full * v
@@ -236,11 +244,11 @@ class Kronecker(Precision):
     def proximal(self, v: Tensor, step: float) -> Tensor:
         factor, values = self.values.factored
         one = values.new_tensor(1 + step * self.prior)
-        resistance = torch.add(one, values, alpha=step * factor)
+        proximal_denominator = torch.add(one, values, alpha=step * factor)
         sides = self.sides()
         if self.rounded:  # only what the penalty takes away goes through the bases, so the rest loses nothing there
-            return v - sides.back(sides.into(v) * (1 - 1 / resistance))
-        return sides.back(sides.into(v) / resistance)
+            return v - sides.back(sides.into(v) * (1 - 1 / proximal_denominator))
+        return sides.back(sides.into(v) / proximal_denominator)
 
     @property
     def rounded(self) -> bool:
@@ -285,24 +293,24 @@ class Kronecker(Precision):
                 kept |= named(f"{name}.vectors", basis.vectors)
         return kept
 
-    def facts(self) -> Facts:
+    def metadata(self) -> Metadata:
         return {
             "prior": self.prior,
             "strength": self.values.strength,
             "inputs_diagonal": self.inputs.diagonal,
             "outputs_diagonal": self.outputs.diagonal,
             **{f"{n}_sizes": list(b.sizes) for n, b in self._bases.items() if len(b.sizes) > 1},
-            **self.inputs.rest.facts(),
+            **self.inputs.rest.metadata(),
         }
 
     @classmethod
-    def restore(cls, shape: torch.Size, tensors: Mapping[str, Tensor], facts: Facts) -> Self:
+    def restore(cls, shape: torch.Size, tensors: Mapping[str, Tensor], metadata: Metadata) -> Self:
         *groups, out, in_ = shape
-        rest = Rest.of(facts)
+        rest = Storage.of(metadata)
 
         def side(name: str, size: int) -> Basis:
             trace = check_shape(f"{name}.trace", tensors[f"{name}.trace"], (*groups, size))
-            sizes = tuple(map(int, facts.get(f"{name}_sizes", [size])))
+            sizes = tuple(map(int, metadata.get(f"{name}_sizes", [size])))
             if sum(sizes) != size:
                 raise ValueError(f"{name}_sizes are {sizes}, and the side has {size}")
             vectors = find(f"{name}.vectors", tensors)
@@ -310,13 +318,13 @@ class Kronecker(Precision):
                 each = zip(pieces(vectors), sizes, strict=True)
                 checked = [check_shape(f"{name}.vectors", part, (*groups, n, n)) for part, n in each]
                 vectors = joined([rest.lay(part) for part in checked])
-            return Basis(vectors, trace, bool(facts[f"{name}_diagonal"]), sizes, rest)
+            return Basis(vectors, trace, bool(metadata[f"{name}_diagonal"]), sizes, rest)
 
         for name in ("eigenvalues", "eigenvalues.weighted"):
             if name in tensors:
                 check_shape(name, tensors[name], shape)
-        values = WeightedSum.restore("eigenvalues", tensors, optional_fact(facts, "strength"))
-        return cls(shape, fact(facts, "prior"), side("inputs", in_), side("outputs", out), values)
+        values = WeightedSum.restore("eigenvalues", tensors, optional_metadata_number(metadata, "strength"))
+        return cls(shape, metadata_number(metadata, "prior"), side("inputs", in_), side("outputs", out), values)
 
 
 def as_side(factor: Matrix, is_diagonal: bool, basis: Basis) -> Matrix:

@@ -165,7 +165,7 @@ class KroneckerPencil(Pencil):
         parts: Sequence[Tensor],
         *,
         columns: slice,
-        slope: Tensor | None = None,
+        linear_term: Tensor | None = None,
         offset: Tensor | None = None,
         damping: Damping | None = None,
     ) -> None:
@@ -182,7 +182,7 @@ class KroneckerPencil(Pencil):
         inputs = SideBasis.of(n.nearest().inputs, o.nearest().inputs)
         self.exact = isinstance(n, Product) and isinstance(o, Product)
         moved = [widened(part)[..., columns] for part in parts]
-        pull = None if slope is None else widened(slope)[..., columns] / len(parts)
+        pull = None if linear_term is None else widened(linear_term)[..., columns] / len(parts)
         if self.exact:
             self.new_values: Tensor | None = None  # 1
             self.old_values = (outputs.values.unsqueeze(-1) * inputs.values.unsqueeze(-2)).to(self.like)

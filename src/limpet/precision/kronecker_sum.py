@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from limpet.errors import UnsupportedError
-from limpet.precision.base import Facts, Precision, check_shape, fact, noise
+from limpet.precision.base import Metadata, Precision, check_shape, metadata_number, noise
 from limpet.precision.block_diagonal import Matrix, diagonal, find, joined, named, pieces
 from limpet.precision.kronecker import Kronecker
 from limpet.precision.linalg import conjugate_gradients, symmetric_eigen, widened
-from limpet.precision.rest import AS_USED, Rest
 from limpet.precision.spectrum import Spectrum
+from limpet.precision.storage import AS_USED, Storage
 from limpet.precision.terms import KroneckerTerm, Term
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class KroneckerSum(Precision):
         prior: float,
         like: Tensor,
         *,
-        rest: Rest = AS_USED,
+        rest: Storage = AS_USED,
         **sides: Any,
     ) -> KroneckerSum:
         """The prior alone; `sides` as for `Kronecker.start`."""
@@ -146,14 +146,14 @@ class KroneckerSum(Precision):
             kept |= named(f"terms.{i}.inputs", term.inputs) | named(f"terms.{i}.outputs", term.outputs)
         return kept
 
-    def facts(self) -> Facts:
-        return {**self.eigenbasis.facts(), "prior": self.prior, "strengths": list(self.strengths)}
+    def metadata(self) -> Metadata:
+        return {**self.eigenbasis.metadata(), "prior": self.prior, "strengths": list(self.strengths)}
 
     @classmethod
-    def restore(cls, shape: torch.Size, tensors: Mapping[str, Tensor], facts: Facts) -> Self:
+    def restore(cls, shape: torch.Size, tensors: Mapping[str, Tensor], metadata: Metadata) -> Self:
         *groups, out, in_ = shape
         inner = {k.removeprefix("eigenbasis."): t for k, t in tensors.items() if k.startswith("eigenbasis.")}
-        eigenbasis = Kronecker.restore(shape, inner, facts)
+        eigenbasis = Kronecker.restore(shape, inner, metadata)
 
         def side(name: str, size: int) -> tuple[Matrix, bool]:
             found = find(name, tensors)
@@ -169,12 +169,12 @@ class KroneckerSum(Precision):
             return joined([check_shape(name, part, (*groups, n, n)) for part, n in each]), False
 
         terms = []
-        for i in range(len(facts["strengths"])):
+        for i in range(len(metadata["strengths"])):
             q, q_diagonal = side(f"terms.{i}.inputs", in_)
             h, h_diagonal = side(f"terms.{i}.outputs", out)
             terms.append(KroneckerTerm(q, h, q_diagonal, h_diagonal))
-        strengths = tuple(fact({"strength": s}, "strength") for s in facts["strengths"])
-        return cls(shape, fact(facts, "prior"), tuple(terms), strengths, eigenbasis)
+        strengths = tuple(metadata_number({"strength": s}, "strength") for s in metadata["strengths"])
+        return cls(shape, metadata_number(metadata, "prior"), tuple(terms), strengths, eigenbasis)
 
 
 def _tolerance(v: Tensor) -> float:

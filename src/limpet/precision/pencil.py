@@ -20,17 +20,13 @@ is damped: M + e mean(diag M) I for M = O, N, or their Kronecker factors.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from limpet.precision.base import Precision
-from limpet.precision.dense import Dense
-from limpet.precision.diagonal import Diagonal
-from limpet.precision.linalg import generalised_eigen, widened
-from limpet.precision.terms import DenseTerm, DiagonalTerm, Term
+from limpet.precision.linalg import widened
 
 
 @dataclass(frozen=True)
@@ -87,133 +83,6 @@ class Pencil(ABC):
         Returns:
             left (rows, rank) and right (rank, columns), whose product it is.
         """
-
-
-def pencil(
-    old: Precision,
-    new: Sequence[Term],
-    parts: Sequence[Tensor],
-    *,
-    columns: slice,
-    slope: Tensor | None = None,
-    offset: Tensor | None = None,
-    damping: Damping | None = None,
-) -> Pencil:
-    """The path of a block between an old and a new curvature.
-
-    Args:
-        old: The precision of the block. Only its Fisher counts, without its prior and strengths.
-        new: The Fisher of the block on the new data, as a curvature pass gives it.
-        parts: Tensors in the shape of the block that add up to D.
-        columns: The columns that may move.
-        slope: The linear term of the old penalty, where that is not centred at X = 0.
-        offset: What `low_rank` takes off the first part.
-        damping: What is added to the diagonals.
-
-    Returns:
-        The path, in the dtype of the parts.
-    """
-    from limpet.precision.kronecker_pencil import KroneckerPencil
-
-    kinds: dict[type[Precision], Callable[..., Pencil]] = {Diagonal: DiagonalPencil, Dense: DensePencil}
-    kind = kinds.get(type(old), KroneckerPencil)
-    return kind(old, new, parts, columns=columns, slope=slope, offset=offset, damping=damping)
-
-
-class DiagonalPencil(Pencil):
-    """Both curvatures diagonal: X = (n D - strength slope) / (n + strength o)."""
-
-    def __init__(
-        self,
-        old: Diagonal,
-        new: Sequence[Term],
-        parts: Sequence[Tensor],
-        *,
-        columns: slice,
-        slope: Tensor | None = None,
-        offset: Tensor | None = None,
-        damping: Damping | None = None,
-    ) -> None:
-        damping = damping or Damping()
-        self.like, self.parts = parts[0], [widened(part) for part in parts]
-        self.offset = None if offset is None else widened(offset)
-        n = torch.stack([widened(term.diagonal) for term in new if isinstance(term, DiagonalTerm)]).sum(0)
-        o = widened(old.fisher().values.plain)
-        self.new, self.old = n + damping.new * n.mean(), o + damping.old * o.mean()
-        self.slope = None
-        if slope is not None:
-            self.slope = torch.zeros_like(self.parts[0])
-            self.slope[..., columns] = widened(slope)[..., columns] / len(parts)
-
-    def _solved(self, strength: float) -> list[Tensor]:
-        pull = 0 if self.slope is None else strength * self.slope
-        return [(self.new * part - pull) / (self.new + strength * self.old) for part in self.parts]
-
-    def at(self, strength: float) -> list[Tensor]:
-        return [x.to(self.like) for x in self._solved(strength)]
-
-    def quadratics(self, strength: float) -> tuple[float, float]:
-        x, d = sum_of(self._solved(strength)), sum_of(self.parts)
-        return float((self.new * (x - d).square()).sum()) / 2, float((self.old * x.square()).sum()) / 2
-
-    def low_rank(self, strength: float, part: int, rank: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        metric = self.new / self.new.mean() + self.old / self.old.mean()
-        rows, columns = metric.mean(-1).sqrt(), (metric.mean(-2) / metric.mean()).sqrt()
-        x = scale * self._solved(strength)[part] - (0 if part or self.offset is None else self.offset)
-        left, right = truncated(rows.unsqueeze(-1) * x * columns, rank)
-        return (left / rows.unsqueeze(-1)).to(self.like), (right / columns).to(self.like)
-
-
-class DensePencil(Pencil):
-    """Whole matrices: one generalised eigenproblem over the columns that have moved."""
-
-    def __init__(
-        self,
-        old: Dense,
-        new: Sequence[Term],
-        parts: Sequence[Tensor],
-        *,
-        columns: slice,
-        slope: Tensor | None = None,
-        offset: Tensor | None = None,
-        damping: Damping | None = None,
-    ) -> None:
-        damping = damping or Damping()
-        self.like, self.shape = parts[0], parts[0].shape
-        self.offset = None if offset is None else widened(offset)
-        self.index = (
-            torch.arange(self.shape.numel(), device=self.like.device).reshape(self.shape)[..., columns].flatten()
-        )
-        n = torch.stack([widened(term.matrix) for term in new if isinstance(term, DenseTerm)]).sum(0)
-        o = widened(old.fisher().matrix.plain)
-        n, o = (matrix[self.index.unsqueeze(1), self.index] for matrix in (n, o))
-        self.vectors, dual, self.values = generalised_eigen(damped(n, damping.new), damped(o, damping.old))
-        self.coordinates = [dual.mT @ self._flat(part) for part in parts]
-        self.pull = None if slope is None else self.vectors.mT @ self._flat(slope) / len(parts)
-
-    def _flat(self, part: Tensor) -> Tensor:
-        return widened(part).flatten()[self.index]
-
-    def _solved(self, strength: float) -> list[Tensor]:
-        pull = 0 if self.pull is None else strength * self.pull
-        return [(c - pull) / (1 + strength * self.values) for c in self.coordinates]
-
-    def _block(self, coordinates: Tensor) -> Tensor:
-        block = torch.zeros(self.shape.numel(), dtype=coordinates.dtype, device=coordinates.device)
-        block[self.index] = self.vectors @ coordinates
-        return block.reshape(self.shape)
-
-    def at(self, strength: float) -> list[Tensor]:
-        return [self._block(x).to(self.like) for x in self._solved(strength)]
-
-    def quadratics(self, strength: float) -> tuple[float, float]:
-        x, c = sum_of(self._solved(strength)), sum_of(self.coordinates)
-        return float((x - c).square().sum()) / 2, float((self.values * x.square()).sum()) / 2
-
-    def low_rank(self, strength: float, part: int, rank: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        x = scale * self._block(self._solved(strength)[part]) - (0 if part or self.offset is None else self.offset)
-        left, right = truncated(x, rank)
-        return left.to(self.like), right.to(self.like)
 
 
 def damped(factor: Tensor, amount: float, *, is_diagonal: bool = False) -> Tensor:

@@ -24,14 +24,14 @@ class Spectrum:
     into: Callable[[Tensor], Tensor]
     back: Callable[[Tensor], Tensor]
 
-    def resistance(self, step: float, factor: float = 1.0) -> Tensor:
+    def proximal_denominator(self, step: float, factor: float = 1.0) -> Tensor:
         """What the proximal map divides by, in the basis: 1 + step (prior + factor total)."""
         return 1 + step * self.prior + (step * factor) * self.total
 
     def rise(self, coordinates: Tensor, step: float, factor: float = 1.0) -> float:
         """1/2 w^T F w for the w that the proximal map makes of what has these coordinates in the basis."""
-        return float((self.fisher * (coordinates / self.resistance(step, factor)).square()).sum()) / 2
+        return float((self.fisher * (coordinates / self.proximal_denominator(step, factor)).square()).sum()) / 2
 
     def expected_rise(self, step: float) -> float:
         """The mean of `rise` over noise of unit size: 1/2 tr(P F P) with P = (I + step L)^-1."""
-        return float((widened(self.fisher) / widened(self.resistance(step)).square()).sum()) / 2
+        return float((widened(self.fisher) / widened(self.proximal_denominator(step)).square()).sum()) / 2

@@ -1,0 +1,303 @@
+"""What one batch adds to the sums of every block: the part of a pass that knows nothing of other batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from limpet.curvature.accumulators import Accumulator
+from limpet.curvature.audit import gradients_at, not_by_example, unseen
+from limpet.curvature.hooks import Recorder
+from limpet.curvature.shared_inputs import find_same_inputs
+from limpet.curvature.structure import Structure
+from limpet.errors import CurvatureError, UnsupportedError
+from limpet.likelihoods import Likelihood, as_tensors
+from limpet.likelihoods.random import PerExampleRNG, Random
+from limpet.model.batch import Forward, batch_size, call, part, prepared, without_padding
+from limpet.model.blocks import Block
+from limpet.model.names import named_parameters
+from limpet.model.unsharded import UnshardedParameters
+
+FISHERS = ("auto", "exact", "sampled", "empirical")
+EXACT_UP_TO = 16
+"""Classes (or outputs) up to which fisher="auto" is exact."""
+
+
+class UnforeseenError(Exception):
+    """A batch uses blocks in a way that those before it did not show."""
+
+    def __init__(self, blocks: set[str]) -> None:
+        self.blocks = blocks
+
+
+class BatchStep:
+    """The sums of all blocks, and how a batch is taken into them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        likelihood: Likelihood,
+        structure: Structure,
+        *,
+        fisher: str = "auto",
+        draws: int = 1,
+        seed: int = 0,
+        forward: Forward | None = None,
+    ) -> None:
+        self.model = model
+        self.blocks = list(blocks)
+        self.likelihood = likelihood
+        self.structure = structure
+        self.fisher = self.asked = fisher
+        self.draws = draws
+        self.seed = seed
+        self.forward = forward
+        self.parameters = named_parameters(model)
+        self.live = UnshardedParameters(model)
+        self.recorder = Recorder()
+        self.restart(set())
+
+    def restart(self, direct: set[str]) -> None:
+        """Zero sums; the blocks named in `direct` are from now on measured example by example."""
+        self._make_direct(direct)
+        self.sums: dict[str, Accumulator] = {}
+        self.begun = False  # the sums are made
+        self.generator: torch.Generator | None = None
+        self.tally = torch.zeros(2, dtype=torch.float64)
+        self.used: set[str] = set()  # parameters that had a gradient
+        self.audited: set[Any] = set()  # ways of using the blocks that were found right
+        self.roots = 0  # backward passes that a batch takes
+        self.seen = 0  # examples, or predicted positions
+        self.real: Tensor | None = None  # the positions of a batch that are no padding
+        self.rows = 0  # examples as the batches count them
+
+    def _make_direct(self, names: set[str]) -> None:
+        self.blocks = [
+            part for block in self.blocks for part in (block.as_per_sample() if block.name in names else [block])
+        ]
+
+    def take(self, batch: Any, left: int | None) -> None:
+        """Add one batch, or its first `left` examples, to the sums."""
+        first = next(iter(self.parameters.values()))
+        batch = prepared(batch, first.device)
+        size = batch_size(batch)
+        if size == 0:
+            return
+        if left is not None and size is not None:
+            rows = max(1, int(left / self._positions(batch, size)))
+            batch = part(batch, slice(0, rows)) if rows < size else batch
+        self.real = without_padding(batch)
+        with torch.inference_mode(False), torch.enable_grad():
+            with self.recorder.recording():
+                outputs, targets = call(self.model, batch, self.forward)
+            tensors = as_tensors(outputs)
+            self._refuse_infinite(tensors)
+            if self.generator is None:
+                self._begin(outputs, tensors)
+            self._examine(batch, tensors)
+            self._accumulate(batch, outputs, targets, tensors)
+        self.recorder.clear()
+        self._count(outputs, targets)
+
+    def _refuse_infinite(self, outputs: tuple[Tensor, ...]) -> None:
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in outputs):
+            raise CurvatureError("the model's outputs hold inf or nan, so nothing can be measured there")
+
+    def _count(self, outputs: Any, targets: Any) -> None:
+        """One more batch is in the sums."""
+        with torch.no_grad():
+            self.tally += self.likelihood.tally(outputs, targets)
+        self.seen += self.likelihood.count(outputs, targets)
+        self.rows += as_tensors(outputs)[0].shape[0]
+
+    def _positions(self, batch: Any, size: int) -> float:
+        """How many of what is counted an example of the batch holds: 1, or its predicted positions."""
+        if self.rows:
+            return max(self.seen / self.rows, 1.0)
+        with torch.no_grad():
+            outputs, targets = call(self.model, part(batch, slice(0, min(size, 1))), self.forward)
+        return max(float(self.likelihood.count(outputs, targets)), 1.0)
+
+    def _begin(self, outputs: Any, tensors: tuple[Tensor, ...]) -> None:
+        """What can only be known once there are outputs."""
+        self.fisher = _resolve(self.fisher, self.likelihood, outputs)
+        self.generator = torch.Generator(tensors[0].device).manual_seed(self.seed)
+        if not any(tensor.requires_grad for tensor in tensors):
+            raise CurvatureError(
+                "the outputs do not depend on any trainable parameter: does the model run under no_grad, or does "
+                "`forward` detach?"
+            )
+
+    def _examine(self, batch: Any, tensors: tuple[Tensor, ...]) -> None:
+        """Audit the first batch, and every later one in which the layers are called in another way."""
+        count = tensors[0].shape[0]
+        firsts = [
+            tuple(each.layer.example_count(each) == count for each in self.recorder.calls.get(block.name, []))
+            for block in self.blocks
+        ]
+        way = (count > 1, tuple(firsts))
+        if not self._on_any_rank(way not in self.audited):
+            return
+        wrong, used = unseen(self.blocks, self.recorder, self.live, tensors)
+        self.used |= used
+        needs_examples = {b.name for b in self.blocks if not self.structure.of(b).startswith("kronecker")}
+        wrong |= not_by_example(
+            self.blocks,
+            needs_examples,
+            self.recorder,
+            self.model,
+            batch,
+            self.forward,
+            tensors,
+            self._on_any_rank,
+        )
+        wrong = self._of_all_ranks(wrong & {block.name for block in self.blocks if block.layers})
+        if wrong and self.begun:
+            raise UnforeseenError(wrong)
+        self._make_direct(wrong)
+        self.audited.add(way)
+        if not self.begun:
+            self.make_sums()
+
+    def _on_any_rank(self, told: bool) -> bool:
+        """Whether it is so; where ranks go through the model together, whether it is so for one of them."""
+        return told
+
+    def _of_all_ranks(self, names: set[str]) -> set[str]:
+        """The names; where ranks go through the model together, those of all of them."""
+        return names
+
+    def named_sums(self) -> dict[str, Tensor]:
+        """All that was summed so far, by block and name: what a checkpoint keeps, and what ranks add up."""
+        return {f"{name}|{key}": t for name, one in self.sums.items() for key, t in one.sums().items()}
+
+    def load_sums(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from such sums; blocks of which they say nothing stay as they are."""
+        for name, accumulator in self.sums.items():
+            own = {key.rpartition("|")[2]: t for key, t in tensors.items() if block_of(key) == name}
+            if own:
+                accumulator.load(own)
+
+    def make_sums(self) -> None:
+        """Zero sums for the blocks as they are now."""
+        self.begun = True
+        for block in self.blocks:
+            self.sums[block.name] = self.structure.accumulator(block, self.parameters[block.parameters[0]])
+
+    def _accumulate(self, batch: Any, outputs: Any, targets: Any, tensors: tuple[Tensor, ...]) -> None:
+        hooked = [block for block in self.blocks if block.layers]
+        direct = [block for block in self.blocks if not block.layers]
+        silent = [block for block in hooked if not self.recorder.calls.get(block.name)]
+        find_same_inputs(call for block in hooked for call in self.recorder.calls.get(block.name, []))
+        watched = {name: self.live[name] for block in silent for name in block.parameters}
+        roots = self._roots(batch, outputs, targets)
+        self.roots = 0
+        kept: list[tuple[Tensor, ...]] = []
+        following, first = next(roots, None), True
+        while following is not None:
+            root, following = following, next(roots, None)
+            self.roots += 1
+            if direct:
+                kept.append(root)
+            wanted = [*self.recorder.edges, *(watched.values() if first else ())]
+            if not wanted:
+                continue
+            gradients = gradients_at(tensors, wanted, root, keep=following is not None or bool(direct))
+            edges = len(self.recorder.edges)
+            if first and self._on_any_rank(any(gradient is not None for gradient in gradients[edges:])):
+                raise UnforeseenError(self._of_all_ranks({block.name for block in silent}))
+            with torch.no_grad():
+                self.recorder.take(gradients[:edges])
+                for block in hooked:
+                    self._add(block, data=first)
+            first = False
+        if direct:
+            self._accumulate_direct(direct, batch, tensors, kept)
+
+    def _add(self, block: Block, *, data: bool) -> None:
+        """Hand the block's calls to its sums: those that the outputs depend on."""
+        calls = [each for each in self.recorder.calls.get(block.name, []) if each.gradient is not None]
+        if not calls:
+            return
+        if self.real is not None:
+            for each in calls:
+                fits = each.data.dim() <= 3 and each.data.shape[:2] == self.real.shape
+                each.real = self.real if fits else None
+        if data:
+            self.sums[block.name].add_data(calls)
+            self.used.update(block.parameters)
+        self.sums[block.name].add_gradients(calls)
+
+    def _roots(self, batch: Any, outputs: Any, targets: Any) -> Iterator[tuple[Tensor, ...]]:
+        with torch.no_grad():
+            detached = outputs.detach() if isinstance(outputs, Tensor) else tuple(o.detach() for o in outputs)
+            if self.fisher == "exact":
+                for root in self.likelihood.roots(detached, targets):
+                    yield as_tensors(root)
+            elif self.fisher == "empirical":
+                yield as_tensors(self.likelihood.gradient(detached, targets))
+            else:
+                random = self._random(batch, as_tensors(outputs)[0].shape[0])
+                for _ in range(self.draws):
+                    root = self.likelihood.sampled_root(detached, targets, random)
+                    yield tuple(tensor * self.draws**-0.5 for tensor in as_tensors(root))
+
+    def _random(self, batch: Any, count: int) -> Random:
+        """Random numbers that depend on the example alone, where the batch has its examples one by one."""
+        if not self.likelihood.by_example or batch_size(batch) != count:
+            return self.generator
+        return PerExampleRNG.of(
+            [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()], self.seed
+        )
+
+    def _accumulate_direct(
+        self,
+        direct: Sequence[Block],
+        batch: Any,
+        tensors: tuple[Tensor, ...],
+        roots: Sequence[tuple[Tensor, ...]],
+    ) -> None:
+        """The gradients of one example after another: slow, and right for whatever the model does."""
+        count = tensors[0].shape[0]
+        parameters = [self.live[block.parameters[0]] for block in direct]
+        if count > 1 and batch_size(batch) != count:
+            raise CurvatureError(
+                f"{', '.join(block.name for block in direct)}: no layer class covers these parameters, so every "
+                "example is measured by itself, but the batch cannot be cut into examples: give batches of one "
+                "example, or leave these parameters out with exclude=[...]"
+            )
+        for n in range(count):
+            single = tensors
+            if count > 1:
+                outputs, _ = call(self.model, part(batch, slice(n, n + 1)), self.forward)
+                single = as_tensors(outputs)
+            for k, root in enumerate(roots):
+                cotangents = [tensor[n : n + 1] for tensor in root]
+                gradients = gradients_at(single, parameters, cotangents, keep=k + 1 < len(roots))
+                for block, gradient in zip(direct, gradients, strict=True):
+                    if gradient is not None:
+                        self.used.update(block.parameters)
+                        self.sums[block.name].add_example(block.matrix([gradient.to_dense()]))
+
+
+def _resolve(fisher: str, likelihood: Likelihood, outputs: Any) -> str:
+    roots = likelihood.root_count(outputs)
+    if fisher == "auto":
+        width = sum(tensor[0].numel() for tensor in as_tensors(outputs))
+        return "exact" if roots is not None and width <= EXACT_UP_TO else "sampled"
+    if fisher == "exact" and roots is None:
+        raise UnsupportedError(
+            "fisher='exact' is for one output vector per example; outputs per position (or a likelihood without "
+            "exact roots) take fisher='sampled'"
+        )
+    return fisher
+
+
+def block_of(key: str) -> str:
+    """The block that a named sum belongs to."""
+    return key.rpartition("|")[0]

@@ -1,0 +1,1 @@
+"""Files: safetensors with a versioned header, checkpoints of torch.distributed, the Hugging Face hub."""

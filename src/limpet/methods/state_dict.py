@@ -1,0 +1,375 @@
+"""Keep a memory in a file, and bring it back.
+
+What the file says about itself: method, structure, strength, prior, likelihood, examples and tasks seen, the layer map,
+the library's version. `limpet.io.tensor_file` says how it is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from limpet.distributed import Ranks, shard_like
+from limpet.errors import LimpetError, MemoryFileError, finite_number, positive_whole, signed_number, whole_number
+from limpet.forgetting.probe import Probe
+from limpet.io import sharded_tensor_file, tensor_file
+from limpet.io.state import State
+from limpet.model import PER_SAMPLE, Block
+from limpet.posterior import BlockPosterior, Posterior
+from limpet.precision import STRUCTURES
+from limpet.protection.bound_block import ProximalState
+from limpet.version import __version__
+
+FORMAT = "limpet memory"
+NEVER_NEGATIVE = ("diagonal", "diagonal.weighted", "eigenvalues", "eigenvalues.weighted", "trace")
+PROBE = "probe/"
+"""What the names of a probe's tensors begin with."""
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Content:
+    """A state, unpacked."""
+
+    metadata: dict[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, state: State) -> Content:
+        """Unpack a state."""
+        with rejecting_damage():
+            metadata = json.loads(state["metadata"], parse_constant=tensor_file.no_constant)
+            if not isinstance(metadata, dict) or not isinstance(metadata.get("settings"), dict):
+                raise ValueError("its metadata are not ours")
+            return cls(metadata, state["tensors"])
+
+
+# --- from a memory to a state ----------------------------------------------------------------------------------
+
+
+def collect(
+    posterior: Posterior, settings: dict[str, Any], proximal: ProximalState | None, extra: Mapping[str, Tensor]
+) -> State:
+    """The state of a memory. Its tensors are the memory's own, which never change."""
+    sharding = posterior.sharding
+    tensors = {f"extra/{name}": tensor.clone() for name, tensor in extra.items()}
+    blocks = []
+    for name, held in posterior.held.items():
+        own = {"mean": held.mean} if held.linear_term is None else {"mean": held.mean, "slope": held.linear_term}
+        own |= {f"precision/{key}": tensor for key, tensor in held.precision.tensors().items()}
+        tensors.update({f"{name}/{key}": tensor for key, tensor in own.items()})
+        blocks.append(
+            {
+                "name": name,
+                "kind": held.block.kind,
+                "parameters": dict(zip(held.block.parameters, map(list, held.block.shapes), strict=True)),
+                "structure": held.precision.structure,
+                "shape": list(held.block.shape),
+                "tasks": held.tasks,
+                "precision": held.precision.metadata(),
+                "tensors": sorted(own),
+            }
+        )
+    running: dict[str, Any] | None = None
+    if proximal is not None and proximal.count:
+        running = {"every": proximal.every, "count": proximal.count, "pending": dict(proximal.pending)}
+        if proximal.mode != "proximal":
+            running["mode"] = proximal.mode
+        if proximal.multiplier is not None:
+            running["multiplier"] = proximal.multiplier
+        control_variate = proximal.control_variate
+        if sharding is not None:
+            control_variate = sharding.exchange(posterior.parameters()).bring(control_variate)
+        tensors.update({f"force/{name}": tensor.clone() for name, tensor in control_variate.items()})
+    if sharding is not None:
+        found = {entry["name"]: entry for some in sharding.ranks.gather(blocks) for entry in some}
+        blocks = [found[name] for name in posterior.names if name in found]
+    metadata = {
+        "library": __version__,
+        "settings": settings,
+        "blocks": blocks,
+        "constant": posterior.constant,
+        "proximal": running,
+    }
+    # what is zero everywhere may be one number that stands for many
+    solid = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return {"metadata": json.dumps(metadata, allow_nan=False), "tensors": solid}
+
+
+# --- from a state to a memory ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def rejecting_damage() -> Iterator[None]:
+    """Whatever goes wrong while a state is read is the state's fault, and said so."""
+    try:
+        yield
+    except MemoryFileError:
+        raise
+    except (LimpetError, KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, OverflowError) as e:
+        raise MemoryFileError(f"the memory is damaged, or not one of ours: {type(e).__name__}: {e}") from e
+
+
+class Settings:
+    """The settings of a state, each checked for what it has to be."""
+
+    def __init__(self, content: Content) -> None:
+        self._values: Mapping[str, Any] = content.metadata["settings"]
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number >= 0; the default where an older file does not have it."""
+        return finite_number(name, self._values.get(name, default))
+
+    def whole(self, name: str) -> int:
+        """A whole number >= 0."""
+        return whole_number(name, self._values[name])
+
+    def flag(self, name: str) -> bool:
+        """Yes or no; no where an older file does not have it."""
+        value = self._values.get(name, False)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, not {value!r}")
+        return value
+
+    def choice(self, name: str, choices: Collection[str]) -> str:
+        """One of some words."""
+        value = self._values[name]
+        if not isinstance(value, str) or value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+        return value
+
+    def names(self, name: str) -> list[str]:
+        """A list of names."""
+        value = self._values[name]
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ValueError(f"{name} must be a list of names, not {value!r}")
+        return value
+
+    def list(self, name: str) -> Sequence[Any]:
+        """A list; empty where an older file does not have it."""
+        value = self._values.get(name, [])
+        if not isinstance(value, list):
+            raise ValueError(f"{name} must be a list, not {value!r}")
+        return value
+
+    def part(self, name: str) -> Mapping[str, Any] | None:
+        """A group of further settings, or None."""
+        value = self._values.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{name} must be a group of settings, not {value!r}")
+        return value
+
+
+def check_settings(content: Content, expected: Mapping[str, Any]) -> None:
+    """Refuse a state that another kind of memory made."""
+    with rejecting_damage():
+        for name, value in expected.items():
+            found = content.metadata["settings"][name]
+            if found != value:
+                raise MemoryFileError(
+                    f"the memory has {name} {found!r}, this one is {value!r}: use limpet.load(path, model), which "
+                    "makes the right one"
+                )
+
+
+def direct_parameters(content: Content) -> set[str]:
+    """The parameters that were found to be used by no layer class."""
+    with rejecting_damage():
+        return {p for block in content.metadata["blocks"] if block["kind"] == PER_SAMPLE for p in block["parameters"]}
+
+
+def parameter_names(content: Content) -> set[str]:
+    """The parameters that the state speaks of."""
+    with rejecting_damage():
+        return {p for block in content.metadata["blocks"] for p in block["parameters"]}
+
+
+def restore(
+    content: Content, blocks: Sequence[Block], posterior: Posterior
+) -> tuple[dict[str, BlockPosterior], float, ProximalState | None, dict[str, Tensor]]:
+    """The blocks, constant, running protection and a method's own tensors, on the model's devices.
+
+    `blocks` are those of the model; where they differ from the state's, the error says in what. Of a model in pieces,
+    every rank restores the blocks that it keeps.
+    """
+    with rejecting_damage():
+        metadata, sharding = content.metadata, posterior.sharding
+        _compare(metadata["blocks"], posterior)
+        by_parameters = {block.parameters: block for block in blocks}
+        kept = blocks if sharding is None else sharding.settle(blocks, posterior.structure)
+        tensors = Untaken(content.tensors)
+        held: dict[str, BlockPosterior] = {}
+        for entry in metadata["blocks"]:
+            block = by_parameters.get(tuple(entry["parameters"]))
+            if block is None or block.kind != entry["kind"] or list(block.shape) != entry["shape"]:
+                raise MemoryFileError(
+                    f"{entry['name']}: the memory has {', '.join(entry['parameters'])} as one {entry['kind']} block, "
+                    "and the model uses them in another way: load it into a model built as the one it was made for"
+                )
+            if block in kept:
+                held[block.name] = _restore_block(entry, block, tensors, posterior)
+            else:
+                tensors.leave(f"{entry['name']}/")
+        proximal = _restore_proximal(metadata["proximal"], tensors, posterior)
+        weights = posterior.weights()
+        for block in kept:
+            held.setdefault(block.name, posterior.start(block, weights))
+        extra = {key.removeprefix("extra/"): tensors.take(key) for key in tensors.under("extra/")}
+        left = tensors.under("")
+        if left:
+            raise MemoryFileError(f"tensors that belong to no block: {', '.join(left[:3])}")
+        return held, signed_number("constant", metadata["constant"]), proximal, extra
+
+
+def _compare(entries: Sequence[Mapping[str, Any]], posterior: Posterior) -> None:
+    """Say what the memory knows that the model does not have, or has in another shape."""
+    weights = posterior.parameters()
+    missing, other = [], []
+    for entry in entries:
+        for name, shape in entry["parameters"].items():
+            if name not in weights:
+                missing.append(name)
+            elif list(weights[name].shape) != shape:
+                other.append(f"{name} is {tuple(weights[name].shape)}, in the memory {tuple(shape)}")
+    parts = []
+    if missing:
+        parts.append(f"the model has no {', '.join(missing[:5])}" + (" and more" if len(missing) > 5 else ""))
+    if other:
+        parts.append("; ".join(other[:5]) + (" and more" if len(other) > 5 else ""))
+    if parts:
+        raise MemoryFileError(
+            f"the memory was made for another model: {'; '.join(parts)}. Load it into a model built as that one was"
+        )
+
+
+class Untaken:
+    """The tensors of a state that nobody has taken yet."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors, self._names = tensors, set(tensors)
+
+    def under(self, prefix: str) -> list[str]:
+        """Their names, as far as they begin so."""
+        return sorted(name for name in self._names if name.startswith(prefix))
+
+    def take(self, name: str) -> Tensor:
+        """One of them."""
+        self.expect(name)
+        self._names.remove(name)
+        return self._tensors[name]
+
+    def expect(self, *names: str) -> None:
+        """Refuse a state that lacks one of these."""
+        missing = [name for name in names if name not in self._names]
+        if missing:
+            raise MemoryFileError(
+                f"the tensor {missing[0]} is missing. A checkpoint of torch.distributed.checkpoint is read by "
+                "limpet.load(folder, model), which looks what is there first"
+            )
+
+    def leave(self, prefix: str) -> None:
+        """These are for another rank."""
+        self._names.difference_update(self.under(prefix))
+
+
+def _restore_block(entry: Mapping[str, Any], block: Block, tensors: Untaken, posterior: Posterior) -> BlockPosterior:
+    weight = posterior.parameters()[block.parameters[0]]
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    prefix = f"{entry['name']}/"
+
+    def take(key: str) -> Tensor:
+        tensor = tensors.take(prefix + key)
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{prefix}{key} is of {tensor.dtype}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{block.name} holds inf or nan")
+        return tensor.to(weight.device, dtype)
+
+    tensors.expect(*(prefix + key for key in entry.get("tensors", ())))  # files of before 0.1 do not list them
+    mean = take("mean")
+    linear_term = take("slope") if tensors.under(f"{prefix}slope") else None
+    for name, tensor in (("mean", mean), ("slope", linear_term)):
+        if tensor is not None and tensor.shape != block.shape:
+            raise ValueError(f"{prefix}{name} has shape {tuple(tensor.shape)}, expected {tuple(block.shape)}")
+    inner = f"{prefix}precision/"
+    kept = {key.removeprefix(inner): take(key.removeprefix(prefix)) for key in tensors.under(inner)}
+    for key, tensor in kept.items():
+        square = tensor.dim() >= 2 and (key.startswith(("terms.", "matrix")))
+        entries = tensor.diagonal(dim1=-2, dim2=-1) if square else tensor
+        if (square or key.endswith(NEVER_NEGATIVE)) and bool((entries < 0).any()):
+            raise ValueError(f"{inner}{key} is negative somewhere")
+    kind = STRUCTURES[entry["structure"]]
+    if kind.structure != posterior.structure.of(block):
+        raise ValueError(f"{block.name} is {kind.structure}, expected {posterior.structure.of(block)}")
+    tasks = whole_number("tasks", entry["tasks"])
+    return BlockPosterior(block, mean, kind.restore(block.shape, kept, entry["precision"]), linear_term, tasks)
+
+
+def _restore_proximal(
+    running: Mapping[str, Any] | None, tensors: Untaken, posterior: Posterior
+) -> ProximalState | None:
+    if running is None:
+        return None
+    weights, sharding = posterior.parameters(), posterior.sharding
+    pending = {str(name): finite_number("pending", size) for name, size in running["pending"].items()}
+    every, count = positive_whole("every", running["every"]), positive_whole("count", running["count"])
+    multiplier = running.get("multiplier")
+    multiplier = None if multiplier is None else signed_number("multiplier", multiplier)
+    mode = str(running.get("mode", "proximal"))
+    state = ProximalState(every, count, pending=pending, multiplier=multiplier, mode=mode)
+    whole: dict[str, Tensor] = {}
+    for key in tensors.under("force/"):
+        name = key.removeprefix("force/")
+        if sharding is not None and sharding.owners[name] != sharding.ranks.rank:
+            tensors.leave(key)
+            continue
+        control_variate, weight = tensors.take(key), weights[name]
+        if control_variate.shape != weight.shape:
+            raise ValueError(f"{key} has shape {tuple(control_variate.shape)}, expected {tuple(weight.shape)}")
+        whole[name] = control_variate if sharding is not None else control_variate.to(weight)
+    if sharding is None:
+        state.control_variate = whole
+    else:
+        names = set().union(*sharding.ranks.gather(set(whole)))
+        pieces = sharding.exchange(weights).give(whole, names)
+        state.control_variate = {name: shard_like(weights[name], piece) for name, piece in pieces.items()}
+    return state
+
+
+# --- files -----------------------------------------------------------------------------------------------------
+
+
+def write(path: str | Path, state: State) -> None:
+    """Write a state; the file appears whole or not at all."""
+    tensor_file.write(path, FORMAT, json.loads(state["metadata"]), state["tensors"])
+
+
+def write_together(path: str | Path, state: State, ranks: Ranks) -> None:
+    """Write the state of which every rank has its part into one file, as one process would have written it."""
+    sharded_tensor_file.write(path, FORMAT, json.loads(state["metadata"]), state["tensors"], ranks)
+
+
+def read(path: str | Path) -> State:
+    """Read a state, after every check that needs no model. Its tensors come from the file when they are asked for."""
+    described, tensors = tensor_file.read(path, FORMAT)
+    return {"metadata": json.dumps(described), "tensors": tensors}
+
+
+def read_probes(settings: Settings, tensors: dict[str, Tensor]) -> tuple[Probe, ...]:
+    """The probes of a state."""
+    metadata = settings.list("probes")
+    if not metadata:
+        return ()
+    found = []
+    for i, one in enumerate(metadata):
+        prefix = f"{PROBE}{i}/"
+        own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        found.append(Probe.restore(own, one))
+    return tuple(found)

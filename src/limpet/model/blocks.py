@@ -1,0 +1,185 @@
+"""Which parameters of a model belong together, and how each block is seen as a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from limpet.errors import CurvatureError
+from limpet.layers import Layer, layer_type
+from limpet.model.adapters import adapter_parameters, is_adapted
+from limpet.model.names import every_name, is_excluded, module_names, named_parameters
+
+Users = dict[nn.Parameter, list[tuple[nn.Module, str]]]
+"""The modules that hold a parameter, and under which name."""
+
+PER_SAMPLE = "direct"
+"""The kind of a block whose parameter no layer class covers: an exact diagonal, example by example."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some parameters as one matrix: each reshaped to (*rows, -1) and set side by side as columns."""
+
+    name: str
+    kind: str
+    parameters: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    rows: tuple[int, ...]
+    layers: tuple[Layer, ...] = ()
+
+    @cached_property
+    def widths(self) -> list[int]:
+        """The columns of each parameter."""
+        height = torch.Size(self.rows).numel()
+        return [shape.numel() // max(height, 1) for shape in self.shapes]
+
+    @cached_property
+    def shape(self) -> torch.Size:
+        """The shape of the matrix."""
+        return torch.Size([*self.rows, sum(self.widths)])
+
+    @property
+    def factored(self) -> bool:
+        """Whether the block has Kronecker factors."""
+        return bool(self.layers) and all(layer.factored for layer in self.layers)
+
+    def matrix(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The parameters, in order, as the matrix."""
+        columns = [tensor.reshape(*self.rows, width) for tensor, width in zip(tensors, self.widths, strict=True)]
+        return columns[0] if len(columns) == 1 else torch.cat(columns, -1)
+
+    def split(self, matrix: Tensor) -> list[Tensor]:
+        """The matrix as the parameters: the inverse of `matrix`."""
+        parts = torch.split(matrix, self.widths, -1)
+        return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """`matrix` of parameters given by name."""
+        return self.matrix([tensors[name] for name in self.parameters])
+
+    def scatter(self, matrix: Tensor) -> dict[str, Tensor]:
+        """The inverse of `gather`: what a matrix in the shape of the block is to each parameter, by name."""
+        return dict(zip(self.parameters, self.split(matrix), strict=True))
+
+    @property
+    def bias(self) -> int:
+        """Columns that no weight has: 1 where the block has the bias beside the weight."""
+        return int(self.factored and "bias" in self.layers[0].names)
+
+    def use(self, layer: Layer) -> str:
+        """What one of the layers does with the weights, as a name: its kind, numbered where several are of one."""
+        same = [other for other in self.layers if other.kind == layer.kind]
+        number = next(i for i, other in enumerate(same) if other is layer)
+        return f"{layer.kind} {number + 1}" if number else layer.kind
+
+    def as_per_sample(self) -> list[Block]:
+        """The same parameters, each in a direct block of its own."""
+        return [direct(name, shape) for name, shape in zip(self.parameters, self.shapes, strict=True)]
+
+
+def direct(name: str, shape: torch.Size) -> Block:
+    """A block of one parameter that is used by no layer we know."""
+    return Block(name, PER_SAMPLE, (name,), (shape,), (1,))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module that the user wrote, under torch.compile, DistributedDataParallel and what PEFT puts around it."""
+    while True:
+        inner: Any = getattr(model, "_orig_mod", None)
+        if inner is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
+            inner = model.module
+        tuner: Any = getattr(model, "base_model", None) if hasattr(model, "peft_config") else None
+        if inner is None and hasattr(tuner, "inject_adapter"):
+            inner = tuner.model
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def discover(
+    model: nn.Module, exclude: Collection[str] = (), also: Collection[str] = (), *, through_adapters: bool = True
+) -> list[Block]:
+    """The blocks of all trainable parameters that are not excluded, in the order of the model's modules.
+
+    `also` names parameters to take in even where they are frozen. A layer that trains through low-rank adapters is
+    taken in as its base layer; with `through_adapters=False` it is the adapters' own parameters that are.
+
+    Weight and bias of a layer are one block where exactly the same modules use both. Parameters shared between
+    modules in any other way (a tied weight with two biases, an embedding tied to a head) get a block each, which
+    all their users contribute to.
+    """
+    left_out = {parameter for name, parameter in every_name(model) if is_excluded(name, exclude)}
+    bases = _base_parameters(model) if through_adapters else set()
+    left_out |= adapter_parameters(model) if through_adapters else set()
+    names = {
+        parameter: name
+        for name, parameter in named_parameters(model).items()
+        if name in also or ((parameter.requires_grad or parameter in bases) and parameter not in left_out)
+    }
+    named_modules = module_names(model)
+    users: Users = {}
+    for module in named_modules:
+        for local, parameter in module._parameters.items():
+            if parameter is not None and parameter in names:
+                users.setdefault(parameter, []).append((module, local))
+    blocks: dict[tuple[nn.Parameter, ...], list[Block]] = {}
+    for parameter, places in users.items():
+        together = _companions(parameter, users)
+        if together not in blocks:
+            blocks[together] = _blocks(together, places, names, named_modules)
+    return [block for found in blocks.values() for block in found]
+
+
+def _base_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Weights that train through adapters, with the biases beside them."""
+    return {
+        parameter
+        for module in model.modules()
+        if is_adapted(module)
+        for parameter in module.base_layer.parameters(recurse=False)  # type: ignore[union-attr]
+    }
+
+
+def _companions(parameter: nn.Parameter, users: Users) -> tuple[nn.Parameter, ...]:
+    """The weight and the bias that form one block with this parameter, or the parameter alone."""
+    module, local = users[parameter][0]
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if local not in ("weight", "bias") or weight not in users or bias not in users:
+        return (parameter,)
+    assert weight is not None and bias is not None
+    as_weight = [(module, "weight") for module, _ in users[bias]]
+    return (weight, bias) if users[weight] == as_weight else (parameter,)
+
+
+def _blocks(
+    parameters: tuple[nn.Parameter, ...],
+    places: list[tuple[nn.Module, str]],
+    names: Mapping[nn.Parameter, str],
+    module_names: Mapping[nn.Module, str],
+) -> list[Block]:
+    """One block of all the parameters, or one direct block each where a user is no layer we know."""
+    full = tuple(names[parameter] for parameter in parameters)
+    shapes = tuple(parameter.shape for parameter in parameters)
+    layers = []
+    for module, local in places:
+        found = layer_type(module)
+        local_names = ("weight", "bias") if len(parameters) == 2 else (local,)
+        if found is None or not set(local_names) <= {"weight", "bias"}:
+            return list(map(direct, full, shapes))
+        reason = found.refuse(module)
+        if reason is not None:
+            raise CurvatureError(f"{module_names[module] or type(module).__name__} cannot be measured: {reason}")
+        layers.append(found(module, local_names))
+    if len({(layer.rows, layer.factored) for layer in layers}) > 1:
+        return list(map(direct, full, shapes))
+    kind = "+".join(dict.fromkeys(layer.kind for layer in layers))
+    module = places[0][0]
+    whole = sum(parameter in names for parameter in module._parameters.values()) == len(parameters)
+    name = (module_names[module] or "model") if whole else full[0]
+    return [Block(name, kind, full, shapes, layers[0].rows, tuple(layers))]

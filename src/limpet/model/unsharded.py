@@ -1,0 +1,57 @@
+"""The parameters that a forward pass really uses: under `fully_shard` whole ones, which stand in for the pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from limpet.distributed import is_sharded
+from limpet.model.names import Names, named_parameters
+
+
+class UnshardedParameters(Mapping[str, nn.Parameter]):
+    """The parameters by name, as the last forward pass in the body of `watched` used them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names, self._parameters = Names(model), named_parameters(model)
+        self._used: dict[str, nn.Parameter] = {}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch for the whole parameters that fully_shard puts in place of the pieces before a module runs."""
+        if not any(map(is_sharded, self._parameters.values())):
+            yield
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        units = [(name, unit) for name, unit in self._model.named_modules() if FSDPModule in type(unit).__mro__]
+        # fully_shard's own hooks come first, so the parameters are whole when these run
+        handles = [unit.register_forward_pre_hook(self._hook(name)) for name, unit in units]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._used.clear()
+
+    def _hook(self, prefix: str) -> Any:
+        def hook(unit: nn.Module, _: Any) -> None:
+            for name, parameter in unit.named_parameters(prefix, remove_duplicate=False):
+                if not is_sharded(parameter) and self._names[name] in self._parameters:
+                    self._used[self._names[name]] = parameter
+
+        return hook
+
+    def __getitem__(self, name: str) -> nn.Parameter:
+        used = self._used.get(name)
+        return self._parameters[name] if used is None else used
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)

@@ -1,0 +1,6 @@
+"""The Gaussian over the weights: mean and precision of every block, and what is read off it."""
+
+from limpet.posterior.block_posterior import BlockPosterior
+from limpet.posterior.posterior import PRIOR_MEANS, Posterior
+
+__all__ = ["PRIOR_MEANS", "BlockPosterior", "Posterior"]

@@ -1,0 +1,197 @@
+"""A block that trains through low-rank adapters: W = base + sum of scaling B A.
+
+Its displacement in the block's own bases is
+
+    c = U_H^T (base - mean) U_Q + sum of scaling (U_H^T B) (A U_Q),
+
+where the first part does not change while the base is frozen (and is zero where the memory was made on it), and the
+factors of the second are thin. With G = L c, the gradients of 1/2 c^T L c are
+
+    in B: scaling U_H (G (A U_Q)^T),    in A: scaling ((U_H^T B)^T G) U_Q^T.
+
+For a weight of out x in and rank r that is a few times r (out^2 + in^2 + out in) products, never out in (out + in).
+
+Where the memory is of one task, L = prior + Q (x) H, and without an offset not even that. With all adapters side by
+side as one B (times its scaling) and one A,
+
+    penalty = 1/2 tr((B^T H B) (A Q A^T)) + prior / 2 tr((B^T B) (A A^T)),
+    in B: H B (A Q A^T) + prior B (A A^T),    in A: (B^T H B) A Q + prior (B^T B) A,
+
+r (out^2 + in^2) products and nothing of the size of the weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from limpet.model import PER_SAMPLE
+from limpet.model.adapters import LowRank
+from limpet.posterior.block_posterior import BlockPosterior
+from limpet.precision import Kronecker, Precision, Rotation
+
+
+@dataclass(frozen=True)
+class KroneckerSpectrum:
+    """prior + Q (x) H by the eigenvalues h and q of its factors."""
+
+    h: Tensor
+    q: Tensor
+    prior: float
+
+    def times(self, factor: float) -> KroneckerSpectrum:
+        """prior + factor Q (x) H."""
+        return replace(self, h=factor * self.h)
+
+
+class LoRAPenalty:
+    """The displacement, penalty and gradients of one block with adapters."""
+
+    def __init__(self, held: BlockPosterior, parameters: Sequence[nn.Parameter], adapters: Sequence[LowRank]) -> None:
+        self.held, self.parameters, self.adapters = held, parameters, adapters
+        self._known: tuple[Any, Tensor | None] = (None, None)  # the weights as they were, and base - mean
+        linear_term = held.linear_term
+        self.linear_term = None if linear_term is None else self.sides().into(linear_term)
+        self.product = self._product(held.precision)
+        self.fisher_product = self._product(held.precision.fisher())
+
+    def sides(self) -> Rotation:
+        """U_H and U_Q; asked for every time, since bases may lie elsewhere in between."""
+        return Rotation() if self.held.block.kind == PER_SAMPLE else self.held.precision.sides()
+
+    @property
+    def rotated(self) -> bool:
+        """Whether the coordinates are those of the precision's spectrum."""
+        return self.held.block.kind != PER_SAMPLE and isinstance(self.held.precision, Kronecker)
+
+    def fits(self, held: BlockPosterior, parameters: Sequence[nn.Parameter], adapters: Sequence[LowRank]) -> bool:
+        """Whether this is still how the block is: its memory, its weights and its adapters."""
+        ours, theirs = (
+            [(id(one.a), id(one.b), one.scaling, one.transposed) for one in some] for some in (self.adapters, adapters)
+        )
+        same = all(a is b for a, b in zip(self.parameters, parameters, strict=True))
+        return self.held is held and same and ours == theirs
+
+    def coordinates(self) -> Tensor:
+        """w - mean in the block's bases, differentiable in the adapters."""
+        start, sides = self._offset(), self.sides()
+        for adapter in self.adapters:
+            left, right = self._factors(adapter, sides)
+            added = adapter.scaling * (left @ right)
+            added = added.reshape(self.held.block.shape)
+            start = added if start is None else start + added
+        return torch.zeros_like(self.held.mean) if start is None else start
+
+    def _product(self, precision: Precision) -> KroneckerSpectrum | None:
+        """The precision as prior + Q (x) H, where it is that and the adapters are made of matrices as the block is."""
+        found = precision.separable() if isinstance(precision, Kronecker) and self.linear_term is None else None
+        if found is None or self.held.block.kind == PER_SAMPLE:
+            return None
+        h, q = (values.to(self.held.mean) for values in found)
+        return KroneckerSpectrum(h, q, precision.prior)
+
+    def value(self) -> Tensor:
+        """The penalty of the block, differentiable in the adapters."""
+        if self.product is not None and self.starts_at_the_mean:
+            return self._closed(self.product)[0]
+        c = self.coordinates()
+        value = (c * self.held.precision.apply_in_sides(c)).sum() / 2
+        return value if self.linear_term is None else value + (self.linear_term * c).sum()
+
+    def rise(self) -> float:
+        """1/2 d^T F d."""
+        with torch.no_grad():
+            if self.fisher_product is not None and self.starts_at_the_mean:
+                return float(self._closed(self.fisher_product)[0])
+            c = self.coordinates()
+            return float((c * self.held.precision.fisher().apply_in_sides(c)).sum()) / 2
+
+    @property
+    def starts_at_the_mean(self) -> bool:
+        """Whether the adapters are all of the displacement."""
+        return self._offset() is None
+
+    def penalty_gradients(self, product: KroneckerSpectrum) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """The gradient of the penalty in the adapters' parameters, where they start at the mean of such a precision."""
+        _, of_left, of_right = self._closed(product)
+        start = 0
+        for adapter in self.adapters:
+            stop = start + adapter.left.shape[1]
+            yield from adapter.gradients(adapter.scaling * of_left[:, start:stop], of_right[start:stop])
+            start = stop
+
+    def _closed(self, product: KroneckerSpectrum) -> tuple[Tensor, Tensor, Tensor]:
+        """The penalty, and its gradients in all B (times their scalings) side by side and in all A."""
+        like, sides = self.held.mean, self.sides()
+        B = torch.cat([one.scaling * one.left.to(like.device, like.dtype) for one in self.adapters], 1)
+        A = torch.cat([one.right.to(like.device, like.dtype) for one in self.adapters])
+        HB = sides.rows_back(product.h.unsqueeze(-1) * sides.rows_into(B))
+        rotated = sides.columns_into(A)
+        AQ = sides.columns_back(product.q[: rotated.shape[1]] * rotated, A.shape[1])
+        BHB, AQA, BB, AA = B.mT @ HB, AQ @ A.mT, B.mT @ B, A @ A.mT
+        value = ((BHB * AQA).sum() + product.prior * (BB * AA).sum()) / 2
+        return value, HB @ AQA + product.prior * (B @ AA), BHB @ AQ + product.prior * (BB @ A)
+
+    def pull(self, c: Tensor) -> Tensor:
+        """The gradient of the penalty in the coordinates."""
+        pulled = self.held.precision.apply_in_sides(c)
+        return pulled if self.linear_term is None else pulled + self.linear_term
+
+    def gradients(self, pulled: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """What a gradient in the coordinates is in the adapters' parameters."""
+        sides = self.sides()
+        for adapter in self.adapters:
+            left, right = self._factors(adapter, sides)
+            matrix = pulled.reshape(left.shape[0], right.shape[1])
+            of_left = sides.rows_back(adapter.scaling * (matrix @ right.mT))
+            of_right = sides.columns_back(adapter.scaling * (left.mT @ matrix), adapter.right.shape[1])
+            yield from adapter.gradients(of_left, of_right)
+
+    def back(self, c: Tensor) -> Tensor:
+        """From the block's bases to the block."""
+        return self.sides().back(c)
+
+    def _factors(self, adapter: LowRank, sides: Rotation) -> tuple[Tensor, Tensor]:
+        """U_H^T left and right U_Q; where the block has a bias, no adapter reaches its column."""
+        like = self.held.mean
+        left, right = (factor.to(like.device, like.dtype) for factor in (adapter.left, adapter.right))
+        bias = 0 if self.held.block.kind == PER_SAMPLE else self.held.block.shape[-1] - right.shape[1]
+        if sides.columns is None and bias:
+            return sides.rows_into(left), F.pad(right, (0, bias))
+        return sides.rows_into(left), sides.columns_into(right)
+
+    @torch.no_grad()
+    def _offset(self) -> Tensor | None:
+        """base - mean in the block's bases; None where it is zero.
+
+        Made anew when a base weight has changed, and every time where one trains: fused optimizers do not count up the
+        version of what they change.
+        """
+        state = [(parameter.data_ptr(), parameter._version) for parameter in self.parameters]
+        if self._known[0] != state or any(parameter.requires_grad for parameter in self.parameters):
+            weights = dict(zip(self.held.block.parameters, self.parameters, strict=True))
+            offset = self.held.displacement(weights)
+            self._known = state, self.sides().into(offset) if bool(offset.any()) else None
+        return self._known[1]
+
+
+@torch.no_grad()
+def scale_down(blocks: Sequence[LoRAPenalty], most: float) -> None:
+    """Make what adapters add smaller, all by the same factor, until 1/2 d^T F d of these blocks is `most`.
+
+    It goes with the square of the factor where the adapters are all of the displacement; elsewhere with less.
+    """
+    for _ in range(20):
+        rise = sum(block.rise() for block in blocks)
+        if rise <= most * (1 + 1e-6):
+            return
+        for block in blocks:
+            for adapter in block.adapters:
+                if adapter.b.requires_grad:
+                    adapter.b.mul_(math.sqrt(most / rise))

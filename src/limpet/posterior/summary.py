@@ -1,0 +1,127 @@
+"""What a memory holds, and what it does not: every parameter and every running statistic of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from limpet.model import PER_SAMPLE, is_excluded, named_parameters, running_statistics
+from limpet.model.adapters import adapted_parameters, adapter_parameters
+from limpet.posterior import BlockPosterior, Posterior
+from limpet.precision import Kronecker, KroneckerSum, Precision
+from limpet.precision.block_diagonal import in_words
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """One parameter or buffer of the model."""
+
+    name: str
+    shape: tuple[int, ...]
+    block: str
+    structure: str
+    bytes: int
+    protected: bool
+    note: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """`rows` is the data, `str(report)` the table."""
+
+    title: str
+    rows: tuple[ParameterRow, ...]
+    nbytes: int
+
+    def __str__(self) -> str:
+        header = ("parameter", "shape", "block", "structure", "bytes", "protected", "note")
+        cells = [header] + [
+            (
+                row.name,
+                "x".join(map(str, row.shape)) or "scalar",
+                row.block,
+                row.structure,
+                f"{row.bytes:,}",
+                "yes" if row.protected else "NO",
+                row.note,
+            )
+            for row in self.rows
+        ]
+        protected = sum(row.protected for row in self.rows)
+        total = f"{protected} of {len(self.rows)} protected, {self.nbytes:,} bytes"
+        return "\n".join([self.title, *aligned(cells), total])
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, its columns one below the other; the first is the header."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return lines
+
+
+def report(posterior: Posterior, title: str, *, exclude: Collection[str], unused: Collection[str]) -> Report:
+    """A row for every parameter of the model, and one for every running statistic."""
+    places = {name: held for held in posterior.held.values() for name in held.block.parameters}
+    adapted = adapted_parameters(posterior.model)
+    parts = adapter_parameters(posterior.model)
+    rows = []
+    for name, parameter in named_parameters(posterior.model).items():
+        held = places.get(name)
+        shape = tuple(parameter.shape)
+        if held is None and parameter in parts and adapted:
+            note = "part of an adapter: what it adds to its layer's weight is held"
+            rows.append(ParameterRow(name, shape, "", "", 0, not is_excluded(name, exclude), note))
+        elif held is None:
+            rows.append(ParameterRow(name, shape, "", "", 0, False, _why_not(name, parameter, exclude)))
+        else:
+            note = _note(held, name, parameter, unused, bool(adapted.get(parameter)))
+            rows.append(
+                ParameterRow(name, shape, held.block.name, described(held.precision), _share(held, name), True, note)
+            )
+    for name, size in running_statistics(posterior.model).items():
+        rows.append(ParameterRow(name, size, "", "", 0, False, "running statistics: they follow the newest data"))
+    return Report(title, tuple(rows), posterior.nbytes)
+
+
+def described(precision: Precision) -> str:
+    """A structure, and which of its sides are diagonal or in pieces."""
+    inner = precision.eigenbasis if isinstance(precision, KroneckerSum) else precision
+    if not isinstance(inner, Kronecker):
+        return precision.structure
+    sides = {"inputs": inner.inputs, "outputs": inner.outputs}
+    return in_words(precision.structure, {name: (basis.diagonal, basis.sizes) for name, basis in sides.items()})
+
+
+def _note(held: BlockPosterior, name: str, parameter: nn.Parameter, unused: Collection[str], adapted: bool) -> str:
+    if not held.tasks:
+        return "no task yet: the prior alone"
+    if name in unused:
+        return "no gradient in the newest task"
+    if adapted:
+        return f"{held.block.kind}, through its adapters"
+    if not parameter.requires_grad:
+        return "frozen since it was measured"
+    if held.block.kind == PER_SAMPLE:
+        return "not seen by any layer class: exact diagonal, example by example"
+    if "+" in held.block.kind:
+        return f"{held.block.kind}: two uses of one weight, a term for each; what lies between them is left out"
+    return held.block.kind
+
+
+def _share(held: BlockPosterior, name: str) -> int:
+    """The block's bytes, divided among its parameters by size; the first takes what division leaves."""
+    numbers = [shape.numel() for shape in held.block.shapes]
+    shares = [held.nbytes * n // max(sum(numbers), 1) for n in numbers]
+    shares[0] += held.nbytes - sum(shares)
+    return shares[held.block.parameters.index(name)]
+
+
+def _why_not(name: str, parameter: nn.Parameter, exclude: Collection[str]) -> str:
+    if is_excluded(name, exclude):
+        return "excluded by you"
+    if not parameter.requires_grad:
+        return "frozen (requires_grad=False)"
+    return "new since the last consolidation"

@@ -1,0 +1,65 @@
+"""The path between two dense curvatures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from limpet.precision.dense import Dense
+from limpet.precision.linalg import generalised_eigen, widened
+from limpet.precision.pencil import Damping, Pencil, damped, sum_of, truncated
+from limpet.precision.terms import DenseTerm, Term
+
+
+class DensePencil(Pencil):
+    """Whole matrices: one generalised eigenproblem over the columns that have moved."""
+
+    def __init__(
+        self,
+        old: Dense,
+        new: Sequence[Term],
+        parts: Sequence[Tensor],
+        *,
+        columns: slice,
+        linear_term: Tensor | None = None,
+        offset: Tensor | None = None,
+        damping: Damping | None = None,
+    ) -> None:
+        damping = damping or Damping()
+        self.like, self.shape = parts[0], parts[0].shape
+        self.offset = None if offset is None else widened(offset)
+        self.index = (
+            torch.arange(self.shape.numel(), device=self.like.device).reshape(self.shape)[..., columns].flatten()
+        )
+        n = torch.stack([widened(term.matrix) for term in new if isinstance(term, DenseTerm)]).sum(0)
+        o = widened(old.fisher().matrix.plain)
+        n, o = (matrix[self.index.unsqueeze(1), self.index] for matrix in (n, o))
+        self.vectors, dual, self.values = generalised_eigen(damped(n, damping.new), damped(o, damping.old))
+        self.coordinates = [dual.mT @ self._flat(part) for part in parts]
+        self.pull = None if linear_term is None else self.vectors.mT @ self._flat(linear_term) / len(parts)
+
+    def _flat(self, part: Tensor) -> Tensor:
+        return widened(part).flatten()[self.index]
+
+    def _solved(self, strength: float) -> list[Tensor]:
+        pull = 0 if self.pull is None else strength * self.pull
+        return [(c - pull) / (1 + strength * self.values) for c in self.coordinates]
+
+    def _block(self, coordinates: Tensor) -> Tensor:
+        block = torch.zeros(self.shape.numel(), dtype=coordinates.dtype, device=coordinates.device)
+        block[self.index] = self.vectors @ coordinates
+        return block.reshape(self.shape)
+
+    def at(self, strength: float) -> list[Tensor]:
+        return [self._block(x).to(self.like) for x in self._solved(strength)]
+
+    def quadratics(self, strength: float) -> tuple[float, float]:
+        x, c = sum_of(self._solved(strength)), sum_of(self.coordinates)
+        return float((x - c).square().sum()) / 2, float((self.values * x.square()).sum()) / 2
+
+    def low_rank(self, strength: float, part: int, rank: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        x = scale * self._block(self._solved(strength)[part]) - (0 if part or self.offset is None else self.offset)
+        left, right = truncated(x, rank)
+        return left.to(self.like), right.to(self.like)

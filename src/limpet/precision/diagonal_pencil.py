@@ -1,0 +1,57 @@
+"""The path between two diagonal curvatures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from limpet.precision.diagonal import Diagonal
+from limpet.precision.linalg import widened
+from limpet.precision.pencil import Damping, Pencil, sum_of, truncated
+from limpet.precision.terms import DiagonalTerm, Term
+
+
+class DiagonalPencil(Pencil):
+    """Both curvatures diagonal: X = (n D - strength slope) / (n + strength o)."""
+
+    def __init__(
+        self,
+        old: Diagonal,
+        new: Sequence[Term],
+        parts: Sequence[Tensor],
+        *,
+        columns: slice,
+        linear_term: Tensor | None = None,
+        offset: Tensor | None = None,
+        damping: Damping | None = None,
+    ) -> None:
+        damping = damping or Damping()
+        self.like, self.parts = parts[0], [widened(part) for part in parts]
+        self.offset = None if offset is None else widened(offset)
+        n = torch.stack([widened(term.diagonal) for term in new if isinstance(term, DiagonalTerm)]).sum(0)
+        o = widened(old.fisher().values.plain)
+        self.new, self.old = n + damping.new * n.mean(), o + damping.old * o.mean()
+        self.linear_term = None
+        if linear_term is not None:
+            self.linear_term = torch.zeros_like(self.parts[0])
+            self.linear_term[..., columns] = widened(linear_term)[..., columns] / len(parts)
+
+    def _solved(self, strength: float) -> list[Tensor]:
+        pull = 0 if self.linear_term is None else strength * self.linear_term
+        return [(self.new * part - pull) / (self.new + strength * self.old) for part in self.parts]
+
+    def at(self, strength: float) -> list[Tensor]:
+        return [x.to(self.like) for x in self._solved(strength)]
+
+    def quadratics(self, strength: float) -> tuple[float, float]:
+        x, d = sum_of(self._solved(strength)), sum_of(self.parts)
+        return float((self.new * (x - d).square()).sum()) / 2, float((self.old * x.square()).sum()) / 2
+
+    def low_rank(self, strength: float, part: int, rank: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        metric = self.new / self.new.mean() + self.old / self.old.mean()
+        rows, columns = metric.mean(-1).sqrt(), (metric.mean(-2) / metric.mean()).sqrt()
+        x = scale * self._solved(strength)[part] - (0 if part or self.offset is None else self.offset)
+        left, right = truncated(rows.unsqueeze(-1) * x * columns, rank)
+        return (left / rows.unsqueeze(-1)).to(self.like), (right / columns).to(self.like)

@@ -1,0 +1,5 @@
+"""Predictions with uncertainty: samples of the weights, and the linearized model."""
+
+from limpet.predictive.predictive import predictive, sample_weights
+
+__all__ = ["predictive", "sample_weights"]

@@ -1,0 +1,1 @@
+"""Hold on to a memory while an optimizer trains."""

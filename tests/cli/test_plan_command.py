@@ -1,0 +1,101 @@
+"""`limpet plan`: the numbers that it prints are those of `limpet.planning.plan`, and no weight is made for them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from test_cli import limpet as limpet_command
+
+from limpet.planning.meta_model import blueprint
+from limpet.planning.plan import in_bytes, plan
+
+STRUCTURES = ["diagonal", "kronecker", "kronecker-sum"]
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Command]:
+    """`limpet plan ...` in a folder of its own: exit code, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+    yield lambda *words: limpet_command(monkeypatch, capsys, "plan", *words)
+    sys.modules.pop("mine", None)
+
+
+def column(told: str, line: str) -> list[str]:
+    """The cells of a line of the totals, from the table of every structure."""
+    return [
+        cell for found in told.splitlines() if found.startswith(f"{line}  ") for cell in re.split(r"  +", found)[1:]
+    ]
+
+
+def test_the_command_reads_a_configuration_and_nothing_else(tmp_path: Path, command: Command) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 400, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    transformers.LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "small")
+    model = blueprint(str(tmp_path / "small"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    code, told, error = command("--model", "small", "--ranks", "4", "--max-side", "128", "--tokens", "512")
+    assert code == 0, error
+    plans = [plan(model, structure=name, ranks=4, max_factor_size=128, tokens=512) for name in STRUCTURES]
+    for name, found in zip(STRUCTURES, plans, strict=True):
+        assert found.table(most=12) in told, name
+    assert "dense: refused: structure='dense' takes at most 20000 weights in a block" in told
+    loads = [load for found in plans for load in (found.replicated, found.sharded)]
+    assert column(told, "memory") == [in_bytes(load.memory) for load in loads]
+    assert column(told, "peak of a consolidate, without activations") == [in_bytes(load.peak) for load in loads]
+    assert column(told, "sent in a protected step") == [in_bytes(load.sent_step) for load in loads]
+    # by hand: 4 bytes for mean and diagonal of 64 x 400 (twice), 7 norms of 64, and 3 layers
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160
+    assert plans[0].nbytes == 2 * 4 * (2 * 400 * 64 + 7 * 64 + 3 * layer)
+    _, adapted, _ = command("--model", "small", "--rank", "4", "--structure", "kronecker", "--tasks", "1")
+    by_hand = 3 * (2 * 4 * 4 * (64**2 + 64**2) + 2 * 4 * 4 * (64**2 + 32**2) + 3 * 4 * 4 * (64**2 + 160**2))
+    by_hand += 3 * 8 * 4**2 * (2 * 128 + 2 * 96 + 3 * 224)
+    assert plan(model, rank=4, tasks=1).replicated.step == by_hand
+    assert column(adapted, "protection adds to a training step") == [
+        f"{100 * by_hand / (4 * sum(p.numel() for p in model.parameters()) * 4096):.2g} %"
+    ]
+
+
+FACTORY = """
+from torch import nn
+
+def network():
+    return nn.Sequential(nn.Linear(2_000_000, 100), nn.ReLU(), nn.Linear(100, 1000))  # 800 MB, were it made
+"""
+
+
+def test_the_command_calls_a_factory_on_the_meta_device(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "mine.py").write_text(FACTORY)
+    code, told, error = command("--model", "mine:network", "--structure", "kronecker", "--at-rest", "bfloat16")
+    assert code == 0, error
+    first, second = 100 * 2_000_001, 1000 * 101
+    bases = 100**2 + 1000**2 + 101**2
+    by_hand = 4 * 2 * (first + second) + 2 * bases + 4 * (2_000_001 + 100 + 1000 + 101)
+    assert column(told, "memory") == [in_bytes(by_hand)]
+    assert "0 is longer than 4,096 on a side, which is kept in pieces, or as a diagonal above 28,672" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--model", "nowhere:network"], "cannot be imported: No module named 'nowhere'"),
+        (["--model", "torch.nn:Linear"], "failed on the meta device: TypeError"),
+        (["--model", "torch:zeros_like"], "failed on the meta device"),
+        (["--model", "builtins:dict"], "gave a dict, not a torch.nn.Module"),
+        (["--model", "."], "is no causal language model whose configuration could be read"),
+        (["--model", "torch.nn:Identity"], "nothing to remember"),
+        (["--model", "mine:network", "--structure", "diag"], "structure must be one of"),
+        (["--model", "mine:network", "--structure", "dense"], "use structure='kronecker'"),
+        (["--model", "mine:network", "--at-rest", "int8"], "storage_dtype must be"),
+    ],
+)
+def test_the_command_refuses_in_one_line(tmp_path: Path, command: Command, words: list[str], line: str) -> None:
+    (tmp_path / "mine.py").write_text(FACTORY)
+    code, told, error = command(*words)
+    assert code == 2 and told == "" and line in error
+    assert error.startswith("limpet: ") and error.count("\n") == 1

@@ -1,0 +1,219 @@
+"""Memories of published models: made by the command, found in folders and over HTTP."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import limpet
+from limpet.errors import LimpetError
+from limpet.integrations import causal_lm
+from limpet.io import hub
+
+transformers = pytest.importorskip("transformers")
+WORDS = [f"w{i}" for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its tokenizer, as a publisher has it, and two texts."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from language_models import llama
+
+    folder = tmp_path_factory.mktemp("published")
+    llama(vocab_size=22).save_pretrained(folder / "model")
+    words = {"<unk>": 0, "</s>": 1, **{word: i + 2 for i, word in enumerate(WORDS)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder / "model")
+    generator = torch.Generator().manual_seed(0)
+    for name, count in (("one.txt", 600), ("two.txt", 900)):
+        numbers = torch.randint(0, 20, (count,), generator=generator).tolist()
+        (folder / name).write_text(" ".join(WORDS[i] for i in numbers))
+    (folder / "three.csv").write_text("text,label\n" + "\n".join(f"{WORDS[i]} {WORDS[i + 1]},1" for i in range(19)))
+    return folder
+
+
+def consolidate(published: Path, out: Path, *more: str, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "limpet", "consolidate", "--model", str(published / "model"), "-o", str(out)]
+    command += ["--data", str(published / "one.txt"), "--data", str(published / "two.txt"), *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+@pytest.mark.slow
+def test_the_command_makes_the_memory_that_a_person_would_and_goes_on_when_killed(
+    published: Path, tmp_path: Path
+) -> None:
+    sizes = ("--tokens", "400", "--length", "8", "--batch-size", "2")
+    whole = consolidate(published, tmp_path / "memory.safetensors", *sizes)
+    told, _ = whole.communicate(timeout=120)
+    assert whole.returncode == 0, told
+    assert "50 sequences of 8 tokens" in told
+    model = transformers.AutoModelForCausalLM.from_pretrained(published / "model")
+    memory = limpet.load(tmp_path, model)  # a folder with a memory in it
+    assert memory.examples == 50 * 7 and memory.tasks == 1
+    assert not any("embed" in name or "lm_head" in name for name in memory.posterior.held)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(published / "model")
+    sources = [str(published / name) for name in ("one.txt", "two.txt")]
+    rows = causal_lm.pack_tokens(tokenizer, sources, tokens=400, length=8)
+    again = causal_lm.consolidate_lm(model, torch.split(rows, 2), progress=False)
+    for name, held in memory.posterior.held.items():
+        assert torch.equal(held.mean, again.posterior.held[name].mean)
+        a, b = held.precision.dense(), again.posterior.held[name].precision.dense()
+        assert (a - b).norm() < 1e-5 * b.norm()
+    page = (tmp_path / "memory.md").read_text()
+    assert "350 tokens" in page and "limpet.load(" in page
+
+    script = (
+        "import time, sys\n"
+        "from limpet.curvature import checkpoint\n"
+        "checkpoint.Checkpoint.due = lambda self: True\n"
+        "save = checkpoint.Checkpoint.save\n"
+        "def slow(self, one):\n"
+        "    save(self, one); time.sleep(0.2)\n"
+        "checkpoint.Checkpoint.save = slow\n"
+        "from limpet import cli\n"
+        "cli.main()\n"
+    )
+    other = tmp_path / "other.safetensors"
+    words = ["consolidate", "--model", str(published / "model"), "-o", str(other), *sizes]
+    words += [word for source in sources for word in ("--data", source)]
+    killed = subprocess.Popen([sys.executable, "-c", script, *words])
+    try:
+        deadline = time.monotonic() + 90
+        while not other.with_suffix(".pass").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait(timeout=30)
+        assert other.with_suffix(".pass").exists() and not other.exists()
+    finally:
+        killed.kill()
+    ended = consolidate(published, other, *sizes)
+    told, _ = ended.communicate(timeout=120)
+    assert ended.returncode == 0, told
+    assert not other.with_suffix(".pass").exists()
+    assert other.read_bytes() == (tmp_path / "memory.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_the_command_on_two_processes_makes_the_same_memory(published: Path, tmp_path: Path) -> None:
+    sizes = ("--tokens", "400", "--length", "8", "--batch-size", "2")
+    for name, launcher in (("one", []), ("two", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"])):
+        command = [sys.executable, *launcher, "-m", "limpet", "consolidate", "--model", str(published / "model")]
+        command += ["--data", str(published / "one.txt"), "-o", str(tmp_path / f"{name}.safetensors"), *sizes]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert (tmp_path / f"{name}.md").exists(), done.stdout + done.stderr
+        assert done.stdout.count("50 sequences") == 1  # one of them speaks
+    model = transformers.AutoModelForCausalLM.from_pretrained(published / "model")
+    one, two = (limpet.load(tmp_path / f"{name}.safetensors", model) for name in ("one", "two"))
+    assert one.examples == two.examples == 350 and not list(tmp_path.glob("*.pass*"))
+    for name, held in one.posterior.held.items():
+        v = torch.randn(held.block.shape, generator=torch.Generator().manual_seed(0))
+        expected = held.precision.fisher().apply(v)
+        other = two.posterior.held[name].precision.fisher().apply(v)
+        assert (other - expected).norm() < 1e-4 * expected.norm(), name
+    # the strength is measured on a few examples, of which each process takes as many
+    strengths = [memory._strength for memory in (one, two)]
+    assert strengths[1] == pytest.approx(strengths[0], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--dtype", "int8"), "--dtype is one of float32, bfloat16"),
+        (("--length", "5000"), "smaller --length"),
+    ],
+)
+@pytest.mark.slow
+def test_what_is_wrong_is_said_in_one_line(published: Path, tmp_path: Path, words: tuple[str, ...], told: str) -> None:
+    process = consolidate(published, tmp_path / "memory.safetensors", *words)
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 2 and told in text.replace("\n", " ") and "Traceback" not in text
+
+
+@pytest.mark.slow
+def test_texts_come_from_files_folders_and_columns(published: Path) -> None:
+    assert len(list(causal_lm.iter_texts(str(published / "three.csv")))) == 19
+    in_folder = list(causal_lm.iter_texts(str(published)))
+    assert len(in_folder) >= 19 + 2
+    with pytest.raises(LimpetError, match="no data set that could be read"):
+        list(causal_lm.iter_texts("nobody/has-this-set"))
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Serves one file as the hub does."""
+
+    file = b""
+
+    def _head(self, path: str) -> bool:
+        if path != "/somebody/small-1.5B/resolve/main/memory.safetensors":
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return False
+        self.send_response(200)
+        self.send_header("ETag", '"abc"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("Content-Length", str(len(self.file)))
+        self.end_headers()
+        return True
+
+    def do_HEAD(self) -> None:
+        self._head(self.path)
+
+    def do_GET(self) -> None:
+        if self._head(self.path):
+            self.wfile.write(self.file)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_memory_is_found_by_the_name_of_its_model(endpoint: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate([(torch.randn(20, 3), torch.randint(0, 2, (20,)))], progress=False)
+    memory.save(tmp_path / "memory.safetensors")
+    Hub.file = (tmp_path / "memory.safetensors").read_bytes()
+    script = (
+        "import torch, limpet\n"
+        "model = torch.nn.Linear(3, 2)\n"
+        "memory = limpet.load('somebody/small-1.5B', model)\n"
+        "print(memory.examples, memory.tasks)\n"
+    )
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["20", "1"], done.stderr
+    assert limpet.load(tmp_path, model).examples == 20
+    assert hub.local_file(tmp_path / "other.safetensors") == tmp_path / "other.safetensors"
+
+
+def test_a_table_without_a_text_column_says_so(tmp_path: Path) -> None:
+    (tmp_path / "reviews.csv").write_text("label,review\n1,good\n")
+    with pytest.raises(LimpetError, match="""has no column "text", but 'label', 'review'"""):
+        list(causal_lm.iter_texts(str(tmp_path / "reviews.csv")))

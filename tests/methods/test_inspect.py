@@ -1,0 +1,66 @@
+"""What a memory file says of itself, held against the memory that wrote it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import limpet
+import networks
+from limpet import cli
+from limpet.errors import MemoryFileError
+from limpet.methods.inspect import inspect
+
+
+def saved(path: Path, structure: str) -> limpet.OnlineLaplace:
+    model, x, y = networks.build("linear")
+    memory = limpet.OnlineLaplace(model, structure=structure, strength=2.0, prior_precision=0.5)
+    memory.consolidate([(x, y)])
+    memory.consolidate([(x.flip(0), y)])
+    memory.save(path)
+    return memory
+
+
+@pytest.mark.parametrize("structure", ["kronecker", "diagonal", "dense"])
+def test_the_facts_of_a_file_are_those_of_its_memory(tmp_path: Path, structure: str) -> None:
+    memory = saved(tmp_path / "memory.safetensors", structure)
+    found = inspect(tmp_path / "memory.safetensors")
+    assert found.settings["method"] == "online-laplace" and found.history == memory.history
+    assert [block.name for block in found.blocks] == list(memory.posterior.held)
+    for block, held in zip(found.blocks, memory.posterior.held.values(), strict=True):
+        F, L = held.precision.fisher().dense(), held.precision.dense()
+        n = len(L)
+        square = float(held.mean.square().mean())
+        assert block.decided == pytest.approx(float((2 * F @ torch.linalg.inv(L)).trace()) / n, rel=1e-5)
+        assert block.at_stake == pytest.approx(square * float(F.trace()) / memory.examples, rel=1e-5)
+        assert torch.equal(block.stakes, block.stakes.sort(descending=True).values) and len(block.stakes) == n
+        assert block.nbytes == held.nbytes and block.tasks == 2
+
+
+def test_the_command_shows_and_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path / "memory.safetensors", "kronecker")
+    monkeypatch.setattr(
+        "sys.argv", ["limpet", "inspect", str(tmp_path / "memory.safetensors"), "--plot", str(tmp_path / "stakes.png")]
+    )
+    monkeypatch.setattr(cli.console, "_width", 200)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code
+    said = capsys.readouterr().out
+    found = inspect(tmp_path / "memory.safetensors")
+    for block in found.blocks:
+        assert block.name in said and f"{100 * block.decided:.0f} %" in said and f"{block.at_stake:.3g}" in said
+    assert "online-laplace, kronecker, strength 2: 2 tasks, 12 examples" in said
+    with Image.open(tmp_path / "stakes.png") as picture:
+        assert picture.width > 600 and len(set(picture.convert("L").tobytes())) > 50  # a map, not a blank
+
+
+def test_what_is_no_memory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.safetensors").write_bytes(b"nothing of ours")
+    with pytest.raises(MemoryFileError):
+        inspect(tmp_path / "other.safetensors")

@@ -1,0 +1,55 @@
+"""The page of results/repair says what its records say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conftest import benchmark
+
+PAGE = Path(__file__).parents[2] / "results" / "repair" / "README.md"
+
+
+def test_the_tables_are_those_of_the_records() -> None:
+    found = benchmark("repair_figures").tables()
+    assert len(found) >= 5
+    text = PAGE.read_text()
+    for table in found:
+        assert table in text, "python benchmarks/repair_figures.py prints the tables"
+
+
+def test_mnist_comes_back_in_every_case() -> None:
+    points = benchmark("repair_figures").points("mnist")
+    assert {(p["case"], p["seed"]) for p in points} == {(c, s) for c in ("permuted", "fashion") for s in (0, 1, 2)}
+    for p in points:
+        best = p["best repair"]
+        assert best["new"] <= 1.1 * p["tuned"]["new"] and best["old"] <= 0.2
+        assert best["old"] <= 0.5 * p["best scale"]["old"]
+
+
+def test_a_language_model_keeps_most_of_both() -> None:
+    points = [
+        p for p in benchmark("repair_figures").points("language") if p["kind"] == "lora" and p["source"] == "self"
+    ]
+    for seed in {p["seed"] for p in points}:
+        own = [p for p in points if p["seed"] == seed]
+        (tuned,) = (p for p in own if p["what"] == "tuned")
+        (default,) = (p for p in own if p["what"] == "repair" and p["at"] == 1 and p["scale"] == 1)
+        assert default["drift"] <= 0.16 and default["new"] <= tuned["new"] + 0.03
+        further = [p for p in own if p["what"] == "scale" and p["drift"] >= default["drift"]]
+        assert (
+            min(p["new"] for p in own if p["what"] == "scale" and p["drift"] <= default["drift"]) > default["new"] + 0.1
+        )
+        assert further
+
+
+def test_an_encoder_has_its_old_task_back() -> None:
+    points = benchmark("repair_figures").points("sentences")
+    for seed, rate in {(p["seed"], p["rate"]) for p in points}:
+        own = [p for p in points if (p["seed"], p["rate"]) == (seed, rate)]
+        (tuned,) = (p for p in own if p["what"] == "tuned")
+        default = [p for p in own if p["what"] == "repair" and p["at"] == 1]
+        if not default:
+            pytest.skip("not all points are there yet")
+        assert default[0]["old"][0] > tuned["old"][0] + 10
