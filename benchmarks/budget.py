@@ -1,7 +1,7 @@
 """Is a budget kept, and what does it cost? One more permuted-MNIST task under budgets, and under a grid of strengths.
 
-    python benchmarks/budget.py                     # three seeds, about 8 minutes
-    python benchmarks/budget.py --draw              # the figure and the table, from what was kept
+    python -m benchmarks budget                     # three seeds, about 8 minutes
+    python -m benchmarks budget --draw              # the figure and the table, from what was kept
 
 Three tasks are learned; then, from the same weights, the fourth one under each budget (0.01, 0.03 and 0.1 nats per
 example) and under each strength of a grid. Measured are the true rise of the mean loss on the first three (on 2000
@@ -12,7 +12,6 @@ The data come from the Hugging Face hub, or from where LIMPET_DATA points.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import time
@@ -24,14 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import common
 import limpet
+from common import versions
 from learner import Learner
 from limpet.experiments.metrics import score
 from limpet.experiments.tasks import Lesson
 from limpet.experiments.training import TaskTraining
-from versions import versions
 
-RESULTS = Path(__file__).parents[1] / "results" / "budget"
+RESULTS = common.RESULTS / "budget"
 BUDGETS = (0.01, 0.03, 0.1)
 STRENGTHS = (0.02, 0.06, 0.2, 0.6, 2.0, 6.0)
 OLD, LOOKED_AT = 3, 2000
@@ -157,11 +157,10 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, threads=1)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--draw", action="store_true", help="measure nothing")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = common.parse(parser)
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / "permuted-mnist.json"
     if not options.draw:

@@ -1,8 +1,8 @@
 """Is forgetting foretold? The forecast against the true rise of the old loss, at several moments of every task.
 
-    python benchmarks/forecast.py                                   # permuted MNIST, about 5 minutes
-    python benchmarks/forecast.py --experiment vision --tasks 5     # about 20 minutes
-    python benchmarks/forecast.py --draw                            # the figure and the numbers, from what was kept
+    python -m benchmarks forecast                                   # permuted MNIST, about 5 minutes
+    python -m benchmarks forecast --experiment vision --tasks 5     # about 20 minutes
+    python -m benchmarks forecast --draw                            # the figure and the numbers, from what was kept
 
 A pair is what `memory.forecast()` says while task t + 1 is learned and what the mean loss on tasks 1 to t has really
 risen by since task t ended, on 2000 training examples of each. Held weakly, as the Fisher says and strongly, so that
@@ -12,7 +12,6 @@ The data come from the Hugging Face hub, or from where LIMPET_DATA points.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 import warnings
@@ -23,13 +22,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import common
+from common import versions
 from learner import Learner
 from limpet.errors import NotProtectedWarning
 from limpet.experiments.data import Examples
 from limpet.experiments.training import TaskTraining
-from versions import versions
 
-RESULTS = Path(__file__).parents[1] / "results" / "forecast"
+RESULTS = common.RESULTS / "forecast"
 MOMENTS = (0.02, 0.1, 0.3, 0.6, 1.0)
 """When a pair is taken, as a share of a task's training."""
 
@@ -173,14 +173,13 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, threads=1)
     parser.add_argument("--experiment", choices=list(SETTINGS), default="permuted-mnist")
     parser.add_argument("--tasks", type=int, default=8)
     parser.add_argument("--strengths", type=float, nargs="+", default=[0.2, 1.0, 3.0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draw", action="store_true", help="measure nothing")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = common.parse(parser)
     RESULTS.mkdir(parents=True, exist_ok=True)
     if not options.draw:
         record = measure(options.experiment, options.tasks, options.strengths, options.seed)

@@ -1,21 +1,19 @@
 """Fine-tune a language model on one text: what does it forget of another, and what does holding on cost?
 
-    python benchmarks/language.py --model M --old A.txt B.csv --new C.html     # every run that is not there yet
-    python benchmarks/language.py --draw                                       # figure and table, from what was kept
+    python -m benchmarks language --model M --old A.txt B.csv --new C.html     # every run that is not there yet
+    python -m benchmarks language --draw                                       # figure and table, from what was kept
 
 A memory is made of the model with a sample of the old text (per-token Fisher, sampled labels). Then the new text is
 learned by low-rank adapters on all linear layers of the blocks, or by the last blocks themselves: with nothing held,
 with the memory at several strengths, with decay towards the start, and with a diagonal Fisher of the adapters' own
-parameters. A run is kept in results/language/trials when it ends, so a command that was stopped goes on with the next
-one. Losses are on text that neither the memory nor the training saw, in nats per token.
+parameters. A run is recorded in results/language/trials.jsonl when it ends, so a command that was stopped resumes with
+the next one. Losses are on text that neither the memory nor the training saw, in nats per token.
 
 M is a folder or a name on the hub; texts are .txt, .html (without its tags), or .csv (its column "text").
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import time
 from collections.abc import Callable
@@ -31,12 +29,13 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+import common
 import limpet
+from common import versions
 from limpet.integrations.causal_lm import iter_texts
 from limpet.model import Block, discover
-from versions import versions
 
-RESULTS = Path(__file__).parents[1] / "results" / "language"
+RESULTS = common.RESULTS / "language"
 LENGTH, BATCH = 64, 4
 STEPS, LOOKS = 60, (0, 5, 10, 20, 30, 45, 60)
 MEMORY_TOKENS, HELD_OUT, NEW_BLOCKS = 12_000, 40, 400
@@ -274,26 +273,24 @@ def table(records: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--old", type=Path, nargs="+", default=[])
     parser.add_argument("--new", type=Path, nargs="+", default=[])
     parser.add_argument("--work", type=Path, default=Path("language"), help="where the memory is kept")
     parser.add_argument("--only", nargs="+", choices=list(RUNS), help="these runs")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--draw", action="store_true", help="measure nothing")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    kept = RESULTS / "trials"
-    kept.mkdir(parents=True, exist_ok=True)
+    options = common.parse(parser)
     options.work.mkdir(parents=True, exist_ok=True)
-    paths = {name: kept / f"{name.replace(' ', '-')}.json" for name in RUNS}
+    path = RESULTS / "trials.jsonl"
+    records = {record["name"]: record for record in common.read_records(path)}
     if not options.draw:
         experiment = Experiment(options.model, options.old, options.new, options.work)
         for name in options.only or RUNS:
-            if not paths[name].exists():
-                paths[name].write_text(json.dumps(experiment.run(name), indent=1) + "\n")
-    records = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+            if name not in records:
+                records[name] = {"name": name, **experiment.run(name)}
+                common.append_record(path, records[name])
+    records = {name: records[name] for name in RUNS if name in records}
     draw(records, RESULTS / "trade-off.png")
     print(table(records))
 

@@ -1,14 +1,13 @@
 """What limpet costs, as ratios to the bare run: the curvature pass, the curve after it, and the protected step.
 
-    python benchmarks/overhead.py                 print the table
-    python benchmarks/overhead.py --output F      and write it to a Markdown file
+    python -m benchmarks overhead                 print the table
+    python -m benchmarks overhead --output F      and write it to a Markdown file
 
 One thread; rounds are interleaved, so that a slow moment of the machine meets all of them; medians.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -18,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import common
 import limpet
+from common import versions_text
 from limpet.curvature import Fisher, FisherPass, Structure
 from limpet.forgetting.measurement import measure as measure_curve
 from limpet.model import discover
-from versions import in_words
 
 BATCH = 250
 BATCHES = 40
@@ -197,21 +197,21 @@ def table(found: dict[str, float], rounds: int) -> str:
     lines = ["| what | ratio to the bare run | bound |", "| --- | --- | --- |"]
     lines += [f"| {name} | {value:.2f} | {BOUNDS[name]} |" for name, value in found.items()]
     return "\n".join(
-        [*lines, "", f"{in_words()}; one thread, batches of {BATCH}, medians of {rounds} interleaved rounds."]
+        [*lines, "", f"{versions_text()}; one thread, batches of {BATCH}, medians of {rounds} interleaved rounds."]
     )
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    options = common.parse(parser)
     start = time.perf_counter()
     text = table(measure(options.rounds), options.rounds)
     print(text)
     if options.output:
-        command = f"python benchmarks/overhead.py --rounds {options.rounds} --output {options.output.as_posix()}"
+        command = f"python -m benchmarks overhead --rounds {options.rounds} --output {options.output.as_posix()}"
         wall = time.perf_counter() - start
         options.output.write_text(f"# Overhead\n\n{text}\n\n`{command}`, {wall:.0f} s.\n")
 

@@ -1,7 +1,7 @@
 """limpet beside the libraries that measure curvature: what it costs, and how right it is.
 
-    python benchmarks/peers.py              print the table, under 3 minutes of processor time
-    python benchmarks/peers.py --write      and keep it in results/peers
+    python -m benchmarks peers              print the table, under 3 minutes of processor time
+    python -m benchmarks peers --write      and keep it in results/peers
 
 Time is that of one pass over the data, against forward and backward over the same data right before it: seconds of one
 processor thread, medians of rounds that go through all libraries. Errors are relative, in the Frobenius norm, on
@@ -12,7 +12,6 @@ so that nobody is blamed for what K-FAC is.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import re
@@ -22,7 +21,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,12 +29,13 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
+import common
+from common import versions
 from overhead import lenet, mlp
 from peer_cases import CASES, Case, dense_fisher, own_forms
 from peer_libraries import PEERS, Batches, MisfitError, Peer, installed, places
-from versions import versions
 
-RESULTS = Path(__file__).parents[1] / "results" / "peers"
+RESULTS = common.RESULTS / "peers"
 PART = 16
 """Examples in a batch of the small networks."""
 
@@ -208,10 +207,10 @@ def table(record: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--write", action="store_true", help="keep the numbers in results/peers")
-    options = parser.parse_args()
+    options = common.parse(parser)
     record = measure(options.rounds)
     text = table(record)
     print(f"{text}\n\n{record['seconds']} s")

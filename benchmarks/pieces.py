@@ -1,6 +1,6 @@
 """What a side in pieces keeps of its factor, for every layer of a memory.
 
-    python benchmarks/pieces.py memory.safetensors
+    python -m benchmarks pieces memory.safetensors
 
 Of a factor P (a partial trace, as the memory keeps it), the squares of the entries that lie in k even pieces along its
 diagonal, in parts of all squares; the mean over the layers of a kind. Without cutting it is 1.
@@ -8,7 +8,6 @@ diagonal, in parts of all squares; the mean over the layers of a kind. Without c
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections import defaultdict
 
@@ -16,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+import common
 from limpet.precision.block_diagonal import cut
 
 PIECES = (2, 3, 4, 8)
@@ -30,9 +30,9 @@ def kept(factor: Tensor, count: int) -> float:
 
 def main() -> None:
     """Read a memory and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("memory")
-    options = parser.parse_args()
+    options = common.parse(parser)
     found: dict[tuple[str, str, int], list[list[float]]] = defaultdict(list)
     with safe_open(options.memory, "pt") as file:
         for name in sorted(file.keys()):

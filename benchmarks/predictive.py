@@ -1,7 +1,7 @@
 """How sure is the network, and is it right to be? Predictions of the memory beside those of laplace-torch.
 
-    python benchmarks/predictive.py                          # 784-100-100-10 on MNIST, about 5 minutes
-    python benchmarks/predictive.py --network lenet --epochs 3 --fitted 5000 --tested 200     # a LeNet on CIFAR-10
+    python -m benchmarks predictive                          # 784-100-100-10 on MNIST, about 5 minutes
+    python -m benchmarks predictive --network lenet --epochs 3 --fitted 5000 --tested 200     # a LeNet on CIFAR-10
 
 One network is trained; each library then fits its Kronecker Laplace approximation to the same training examples,
 chooses its prior precision by the evidence, and predicts the same test examples. Negative log likelihood and
@@ -12,7 +12,6 @@ points.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 import warnings
@@ -25,11 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import common
 import limpet
+from common import versions_text
 from limpet.experiments.data import images
 from limpet.experiments.metrics import calibration_error
 from limpet.experiments.networks import build
-from versions import in_words
 
 BATCH = 50
 
@@ -93,13 +93,12 @@ def theirs(model: nn.Module, x: Tensor, y: Tensor) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, threads=1)
     parser.add_argument("--network", choices=["mlp", "lenet"], default="mlp")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--fitted", type=int, default=60_000, help="examples that the approximations are fitted to")
     parser.add_argument("--tested", type=int, default=500, help="test examples, known and unknown")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = common.parse(parser)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     name, shape = ("mnist", (784,)) if options.network == "mlp" else ("cifar10", (3, 32, 32))
@@ -135,7 +134,7 @@ def main() -> None:
         print(f"| {key} | {nll:.4f} | {error:.2f} | {accuracy:.2f} | {found:.4f} | {seconds:.1f} |")
     print(f"\nfitting: limpet {ours_fit:.1f} s, laplace-torch {their_fit:.1f} s (with the choice of its prior)")
     print(f"prior precision: limpet {memory._prior('evidence'):.3g}, laplace-torch {float(other.prior_precision):.3g}")
-    print(f"{in_words('laplace-torch')}, one thread")
+    print(f"{versions_text('laplace-torch')}, one thread")
 
 
 if __name__ == "__main__":

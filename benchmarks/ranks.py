@@ -1,8 +1,8 @@
 """Several processes: what each of them keeps and sends, and how much sooner they are done. Nothing here needs data.
 
-    python benchmarks/ranks.py              # both, about 5 minutes
-    python benchmarks/ranks.py costs        # bytes kept, held and sent on 1, 2 and 4 ranks: results/ranks/costs.json
-    python benchmarks/ranks.py speed        # a consolidate on 2 ranks and on 1: results/ranks/speed.json
+    python -m benchmarks ranks              # both, about 5 minutes
+    python -m benchmarks ranks costs        # bytes kept, held and sent on 1, 2 and 4 ranks: results/ranks/costs.json
+    python -m benchmarks ranks speed        # a consolidate on 2 ranks and on 1: results/ranks/speed.json
 
 The processes are real ones, started by torchrun, with gloo and one thread each. `costs`: a network of 17 layers in
 pieces (fully_shard), on one rank in one piece; three tasks, then protected steps. `speed`: a transformer that every
@@ -31,10 +31,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import common
 import limpet
-from versions import versions
+from common import versions
 
-RESULTS = Path(__file__).parents[1] / "results" / "ranks"
+RESULTS = common.RESULTS / "ranks"
 RANKS = (1, 2, 4)
 TASKS, BATCHES, EVERY = 3, 2, 4
 
@@ -276,11 +277,11 @@ def measured_speed(rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("job", nargs="?", choices=["costs", "speed"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # where a process that was started here writes
-    options = parser.parse_args()
+    options = common.parse(parser)
     if options.into is not None:
         work(options.job, options.rounds, options.into)
         return

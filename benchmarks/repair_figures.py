@@ -1,27 +1,27 @@
 """The tables and the figure of results/repair, from what the three benchmarks of repair have kept.
 
-python benchmarks/repair_figures.py                      # tables and figure
-python benchmarks/repair_figures.py --collect runs       # first take in what `limpet run ... --out runs/NAME` wrote
+python -m benchmarks repair_figures                      # tables and figure
+python -m benchmarks repair_figures --collect runs       # first take in what `limpet run ... --out runs/NAME` wrote
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[1] / "results" / "repair"
+import common
+
+RESULTS = common.RESULTS / "repair"
 Point = dict[str, Any]
 COLORS = {"repair": "#1f6f8b", "scale": "#d98032", "tuned": "#555555"}
 
 
 def points(name: str) -> list[Point]:
     """What a benchmark has kept."""
-    path = RESULTS / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return common.read_records(RESULTS / f"{name}.jsonl")
 
 
 def spread(values: Iterable[float], digits: int) -> str:
@@ -163,9 +163,9 @@ def draw(path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--collect", type=Path, help="a folder of runs")
-    options = parser.parse_args()
+    options = common.parse(parser)
     if options.collect is not None:
         collect(options.collect)
     for table in tables():

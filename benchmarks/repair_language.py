@@ -1,8 +1,8 @@
 """Fine-tune a language model as usual, then repair it: how much drift is undone, and for how much of the new text?
 
-    python benchmarks/repair_language.py train  --model M --new C.html --kind lora --seed 0
-    python benchmarks/repair_language.py memory --model M --source self
-    python benchmarks/repair_language.py repair --model M --new C.html --old A.txt B.csv --kind lora --seed 0
+    python -m benchmarks repair_language train  --model M --new C.html --kind lora --seed 0
+    python -m benchmarks repair_language memory --model M --source self
+    python -m benchmarks repair_language repair --model M --new C.html --old A.txt B.csv --kind lora --seed 0
 
 The model learns the new text by LoRA on all linear layers (kind "lora"), or by all weights but the vocabulary matrix
 (kind "full"), with AdamW and nothing that protects it. Adapters and checkpoints are written in the formats of peft and
@@ -28,16 +28,22 @@ import torch
 import transformers
 from torch import Tensor
 
+import common
 import limpet
+from common import versions
 from language import BATCH, HELD_OUT, LINEAR, MEMORY_TOKENS, NEW_BLOCKS, RANK, blocks, loss
 from limpet.forgetting.drift import measured_drift
 from limpet.forgetting.probe import Probe
 from limpet.integrations.causal_lm import consolidate_lm, self_samples
-from versions import versions
 
-RESULTS = Path(__file__).parents[1] / "results" / "repair"
+RESULTS = common.RESULTS / "repair"
 SAMPLE_LENGTH = 64
-SAMPLES = {"probe": (240, 1), "test": (160, 2), "memory": (MEMORY_TOKENS // (SAMPLE_LENGTH - 1), 0)}  # rows, seed
+SAMPLES = {  # rows, seed
+    "probe": (120, 1),
+    "test": (40, 2),
+    "budget": (120, 3),
+    "memory": (MEMORY_TOKENS // (SAMPLE_LENGTH - 1), 0),
+}
 CURVATURE_TOKENS = 7_500  # of which a fifth is held out
 STRENGTHS = (0.3, 1.0, 3.0, 10.0)
 SCALED = ((1.0, 0.85),)
@@ -153,8 +159,7 @@ class Bench:
         text = blocks(tokenizer, options.new, NEW_BLOCKS + HELD_OUT, seed=1)
         self.new_test, self.new = text[:HELD_OUT], text[HELD_OUT:]
         self.old_test = blocks(tokenizer, options.old, HELD_OUT, seed=0)
-        test = [{"input_ids": part} for part in torch.split(samples(options, "test"), BATCH)]
-        self.probe = exact_probe(fresh(options.model), test)
+        self.probe = self._probe("test")
         folder = options.work / f"{'full' if options.kind == 'full' else 'lora'}-{options.seed}"
         self.model: Any = fresh(str(folder) if options.kind == "full" else options.model)
         if options.kind != "full":
@@ -162,8 +167,11 @@ class Bench:
         if options.kind == "merged":
             self.model = self.model.merge_and_unload()
         self.path = RESULTS / "language.jsonl"
-        kept = self.path.read_text().splitlines() if self.path.exists() else []
-        self.done = {_key(json.loads(line)) for line in kept}
+        self.done = {_key(one) for one in common.read_records(self.path)}
+
+    def _probe(self, which: str) -> Probe:
+        rows = samples(self.options, which)
+        return exact_probe(fresh(self.options.model), [{"input_ids": part} for part in torch.split(rows, BATCH)])
 
     def point(self, what: str, at: float, scale: float = 1.0, **facts: Any) -> None:
         """Measure where the model is now, and keep it."""
@@ -175,9 +183,7 @@ class Bench:
         found |= {"drift": float(drift), "drift_error": drift.standard_error}
         found["versions"] = versions("transformers", "peft")
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in found.items() if k != "versions"}, flush=True)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(json.dumps(found) + "\n")
+        common.append_record(self.path, found)
 
     def run(self) -> None:
         """All points of one tuned model that are not there yet."""
@@ -201,7 +207,10 @@ class Bench:
             return
         for scale in SCALES:
             self._point("scale", scale, move=lambda c=scale: repair.at(0.0, c))
-        for budget in BUDGETS if options.seed == 0 else ():
+        if options.seed != 0 or options.kind != "lora":
+            return
+        self.probe = self._probe("budget")  # more of them, to tell a budget that is kept from chance
+        for budget in BUDGETS:
             self._point("budget", budget, move=lambda b=budget: repair.undo().within_budget(b))
         repair.undo()
 
@@ -220,7 +229,7 @@ def _key(found: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("stage", choices=["train", "memory", "repair"])
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--new", type=Path, nargs="+", default=[])
@@ -229,9 +238,7 @@ def main() -> None:
     parser.add_argument("--source", choices=["self", "text"], default="self")
     parser.add_argument("--kind", choices=[*STEPS, "merged"], default="lora")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = common.parse(parser)
     options.work.mkdir(parents=True, exist_ok=True)
     if options.stage == "train":
         train(options)

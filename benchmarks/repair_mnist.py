@@ -1,6 +1,6 @@
 """Fine-tune a small network for other images as usual, then repair it: what is left of the first, at what price?
 
-    python benchmarks/repair_mnist.py                 # every case that is not there yet
+    python -m benchmarks repair_mnist                 # every case that is not there yet
 
 A network of 784-200-200-20 learns MNIST. A memory is made of 4,000 of its images. Then it learns permuted MNIST, or
 Fashion-MNIST as ten new outputs, by plain Adam, and is repaired. Compared is the test loss on MNIST at a test loss on
@@ -10,8 +10,6 @@ repair takes by itself at its defaults. Data come from the Hugging Face hub, or 
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import common
 import limpet
+from common import versions
 from limpet.experiments import data
-from versions import versions
 
-RESULTS = Path(__file__).parents[1] / "results" / "repair" / "mnist.jsonl"
+RESULTS = common.RESULTS / "repair" / "mnist.jsonl"
 CASES = ("permuted", "fashion")
 NEW, MEASURED, BATCH, RATE = 20_000, 4_000, 128, 1e-3
 STRENGTHS = [10 ** (power / 4) for power in range(-8, 9)]
@@ -108,22 +107,17 @@ def run(case: str, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    kept = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    done = {(one["case"], one["seed"]) for one in kept}
+    options = common.parse(parser)
+    done = {(one["case"], one["seed"]) for one in common.read_records(options.out)}
     for case in CASES:
         for seed in options.seeds:
             if (case, seed) not in done:
                 found = run(case, seed)
                 print(found, flush=True)
-                with options.out.open("a") as file:
-                    file.write(json.dumps(found) + "\n")
+                common.append_record(options.out, found)
 
 
 if __name__ == "__main__":

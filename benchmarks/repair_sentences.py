@@ -1,6 +1,6 @@
 """Fine-tune a sentence encoder for a second task as usual, then repair it: is the first task back, and at what price?
 
-    python benchmarks/repair_sentences.py --model M --reviews R.csv      # every seed that is not there yet
+    python -m benchmarks repair_sentences --model M --reviews R.csv      # every seed that is not there yet
 
 The encoder learns whether a short review is a good one; a memory is made of a part of those reviews. Then it learns,
 with a new head and nothing that protects it, whether the words of a text are in their order: all weights train, by
@@ -25,11 +25,12 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+import common
 import limpet
+from common import versions
 from sentences import TASKS, Batch, texts
-from versions import versions
 
-RESULTS = Path(__file__).parents[1] / "results" / "repair" / "sentences.jsonl"
+RESULTS = common.RESULTS / "repair" / "sentences.jsonl"
 OLD, NEW = TASKS[1], TASKS[2]
 TRAIN, TEST = {OLD: 800, NEW: 480}, {OLD: 300, NEW: 200}
 LENGTH, BATCH, EPOCHS, OLD_LR = 48, 16, 2, 1e-4
@@ -149,23 +150,20 @@ def run(options: argparse.Namespace, seed: int, record: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
     parser.add_argument("--reviews", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = common.parse(parser)
     options.out.parent.mkdir(parents=True, exist_ok=True)
 
     def kept() -> list[dict[str, Any]]:
-        return [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+        return common.read_records(options.out)
 
     def record(point: dict[str, Any]) -> None:
         print({name: value for name, value in point.items() if name != "versions"}, flush=True)
-        with options.out.open("a") as file:
-            file.write(json.dumps(point) + "\n")
+        common.append_record(options.out, point)
 
     size = len(RATES) * (2 + len(STRENGTHS) + len(SCALES) + len(TOLERANCES))
     for seed in options.seeds:

@@ -1,7 +1,7 @@
 """What a memory of a large language model costs, by `limpet.planning.plan`: computed from shapes, nothing is allocated.
 
-    python benchmarks/scale.py            print the tables, and put them into docs/scale.md
-    python benchmarks/scale.py --check    say whether the document has them as they are
+    python -m benchmarks scale            print the tables, and put them into docs/scale.md
+    python -m benchmarks scale --check    say whether the document has them as they are
 
 The numbers of the architectures are those of the published models: Llama-3.2-1B from its config.json on the hub
 (meta-llama/Llama-3.2-1B), Llama-2-7B from Touvron et al. 2023, "Llama 2: Open foundation and fine-tuned chat models",
@@ -11,7 +11,6 @@ its config.json (HuggingFaceTB/SmolLM2-135M). What was measured is read from the
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
@@ -25,6 +24,7 @@ import torch
 import transformers
 from torch import nn
 
+import common
 from limpet.methods.memory import MAX_FACTOR_SIZE
 from limpet.planning.plan import Load, Plan, in_bytes, percent, plan
 from ranks import BATCHES, EVERY, RESULTS, TASKS, deep
@@ -342,9 +342,9 @@ def filled(text: str, tables: dict[str, str]) -> str:
 
 def main() -> None:
     """Print the tables and put them in their places."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing")
-    options = parser.parse_args()
+    options = common.parse(parser)
     tables = {name: markdown(table()) for name, table in TABLES.items()}
     for name, table in tables.items():
         print(f"{name}\n\n{table}\n")
@@ -352,7 +352,7 @@ def main() -> None:
     if not options.check:
         DOCUMENT.write_text(filled(text, tables))
     elif filled(text, tables) != text:
-        sys.exit("docs/scale.md is not what this prints: run python benchmarks/scale.py")
+        sys.exit("docs/scale.md is not what this prints: run python -m benchmarks scale")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A sentence encoder learns three questions about texts, one after another: what is left of the first?
 
-    python benchmarks/sentences.py --model M --reviews R.csv         # every run that is not there yet
-    python benchmarks/sentences.py --draw                            # the table, from what was kept
+    python -m benchmarks sentences --model M --reviews R.csv         # every run that is not there yet
+    python -m benchmarks sentences --draw                            # the table, from what was kept
 
 Is a long review (IMDB) a good one? Is a short one (Rotten Tomatoes)? Are the words of a text in their order? Each
 question has two outputs of its own, and the whole network but its embeddings trains, by AdamW: with nothing held, and
@@ -11,7 +11,6 @@ M is a folder or a name on the hub; R has the columns text, label and source ("i
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import sys
@@ -26,10 +25,11 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
+import common
 import limpet
-from versions import versions
+from common import versions
 
-RESULTS = Path(__file__).parents[1] / "results" / "sentences"
+RESULTS = common.RESULTS / "sentences"
 TASKS = ("imdb", "rotten_tomatoes", "order of words")
 RUNS: dict[str, float | str | None] = {  # name: how strongly the memory holds
     "plain": None,
@@ -170,19 +170,17 @@ def table(runs: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
     parser.add_argument("--reviews", type=Path)
     parser.add_argument("--train", type=int, default=800)
     parser.add_argument("--test", type=int, default=400)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--only", nargs="+", choices=list(RUNS), help="these runs")
     parser.add_argument("--out", type=Path, default=RESULTS / "runs.json")
     parser.add_argument("--draw", action="store_true", help="measure nothing")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = common.parse(parser)
     path: Path = options.out
     record = json.loads(path.read_text()) if path.exists() else {"runs": {}}
     if not options.draw:

@@ -1,7 +1,7 @@
 """What a whole sequence costs: permuted MNIST with a memory against the same tasks with plain SGD, one thread.
 
-    python benchmarks/sequence.py                 # 50 tasks, as shipped; about 12 minutes
-    python benchmarks/sequence.py --tasks 5
+    python -m benchmarks sequence                 # 50 tasks, as shipped; about 12 minutes
+    python -m benchmarks sequence --tasks 5
 
 Both runs go on in one process, a task of the one and a task of the other in turn, so that a machine that is slow for a
 while is slow for both. Plain SGD is counted with its training alone, the memory with curvature and evaluation too.
@@ -10,17 +10,15 @@ The data come from the Hugging Face hub, or from where LIMPET_DATA points.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
-import torch
-
+import common
+from common import versions_text
 from limpet.experiments import RunFolder, Watcher, load_preset
 from limpet.experiments.methods import with_structure
 from limpet.experiments.record import Record
 from limpet.experiments.runner import Run
-from versions import in_words
 
 BOUND = 1.6
 
@@ -49,11 +47,10 @@ def ratio(records: dict[str, Record]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, threads=1)
     parser.add_argument("--tasks", type=int, default=50)
     parser.add_argument("--epochs", type=int, default=5)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = common.parse(parser)
     records = measure(options.tasks, options.epochs)
     print("| method | training (s) | curvature (s) | evaluation (s) | mean accuracy (%) |")
     print("| --- | --- | --- | --- | --- |")
@@ -61,7 +58,7 @@ def main() -> None:
         spent = [f"{sum(values):.1f}" for values in record.seconds.model_dump().values()]
         print(f"| {method} | {' | '.join(spent)} | {record.mean_accuracy:.1f} |")
     settings = f"{options.tasks} tasks, {options.epochs} epochs"
-    print(f"\n{ratio(records):.2f} times plain SGD (bound: {BOUND}); {settings}; {in_words()}")
+    print(f"\n{ratio(records):.2f} times plain SGD (bound: {BOUND}); {settings}; {versions_text()}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Which strength, without old data? What the curve says, and what the evidence of the new tasks says, beside a grid.
 
-    python benchmarks/strength.py                                  # permuted MNIST, 5 tasks, about 5 minutes
-    python benchmarks/strength.py --experiment disjoint-mnist      # about 3 minutes
-    python benchmarks/strength.py --draw                           # the figure and the tables, from what was kept
+    python -m benchmarks strength                                  # permuted MNIST, 5 tasks, about 5 minutes
+    python -m benchmarks strength --experiment disjoint-mnist      # about 3 minutes
+    python -m benchmarks strength --draw                           # the figure and the tables, from what was kept
 
 Every strength of a grid, and strength="auto", learns the sequence. For the grid the Laplace evidence of every task
 after the first is added up, under the memory of the tasks before it as its prior:
@@ -15,7 +15,6 @@ The data come from the Hugging Face hub, or from where LIMPET_DATA points.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -25,14 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import common
+from common import versions
 from learner import Learner
 from limpet.experiments.methods import CURVATURE_BATCH, Shuffled, _forward
 from limpet.experiments.metrics import score
 from limpet.experiments.tasks import Lesson
 from limpet.experiments.training import TaskTraining
-from versions import versions
 
-RESULTS = Path(__file__).parents[1] / "results" / "strength"
+RESULTS = common.RESULTS / "strength"
 GRIDS: dict[str, tuple[float, ...]] = {
     "permuted-mnist": (0.1, 0.3, 1, 2, 3, 5, 10, 30, 100),
     "disjoint-mnist": (1, 10, 100, 300, 1000, 3000, 10000),
@@ -74,7 +74,7 @@ class Sequence(Learner):
         return {"accuracy": sum(accuracies) / len(accuracies), "strengths": strengths, "evidence": evidence}
 
     def _evidence(self, lesson: Lesson) -> float:
-        """log p(task | memory), at the weights as they are."""
+        """Log p(task | memory), at the weights as they are."""
         memory = self.method.memory
         limit = self.recipe.memory.limit
         fisher = memory._measure(Shuffled(lesson, self.recipe.seed), None, limit, _forward, False)
@@ -134,12 +134,11 @@ def most_likely(record: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, threads=1)
     parser.add_argument("--experiment", choices=list(GRIDS), default="permuted-mnist")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draw", action="store_true", help="measure nothing")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = common.parse(parser)
     RESULTS.mkdir(parents=True, exist_ok=True)
     if not options.draw:
         path = RESULTS / f"{options.experiment}.json"

@@ -1,7 +1,7 @@
 """How many tokens make the factors of a language model, and what does a protected step with adapters cost?
 
-    python benchmarks/tokens.py --model M --text A.txt --memory memory.safetensors
-    python benchmarks/tokens.py --draw                    # the figure and the numbers, from what was kept
+    python -m benchmarks tokens --model M --text A.txt --memory memory.safetensors
+    python -m benchmarks tokens --draw                    # the figure and the numbers, from what was kept
 
 The error of a factor is the relative distance, in the Frobenius norm, between what N tokens give and what all others
 give: two samples that share no text. Layers of the first, the middle and the last block are looked at. A step is one
@@ -12,7 +12,6 @@ that benchmarks/language.py made of the same model.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -24,6 +23,7 @@ import torch
 import transformers
 from torch import Tensor
 
+import common
 import limpet
 from language import BATCH, LENGTH, LINEAR, RANK, RESULTS, blocks
 from limpet.curvature import FisherPass, Structure
@@ -122,15 +122,13 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--text", type=Path, nargs="+", default=[])
     parser.add_argument("--memory", type=Path)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--draw", action="store_true", help="measure nothing")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = common.parse(parser)
     path = RESULTS / "tokens.json"
     record = json.loads(path.read_text()) if path.exists() else {}
     if not options.draw:

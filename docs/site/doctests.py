@@ -1,4 +1,4 @@
-"""Docstrings as Markdown: their examples, which begin with >>>, are code and not quotations."""
+"""Examples of docstrings that stand outside an `Examples:` section are shown as code, not as quotations."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ EXAMPLE = re.compile(r"^>>> .*?(?=\n\s*\n|\Z)", flags=re.S | re.M)
 
 
 class Doctests(Extension):
-    """Puts every example of a docstring into a block of its own."""
+    """Fences every example that the parser of docstrings does not see."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Called for everything that has a docstring."""
-        if obj.docstring is not None:
+        if obj.docstring is not None and "Examples:" not in obj.docstring.value:
             obj.docstring.value = EXAMPLE.sub(_fenced, obj.docstring.value)
 
 

@@ -1,4 +1,4 @@
-"""A language model learns a second language by LoRA, and keeps the first.
+"""Teach a language model a second language with LoRA without losing the first.
 
 python docs/tutorials/language.py       # needs limpet[transformers]; the model is made here, nothing is downloaded
 """
@@ -6,12 +6,12 @@ python docs/tutorials/language.py       # needs limpet[transformers]; the model 
 # %% [markdown]
 # # LoRA on a language model
 #
-# LoRA trains few parameters, and forgets all the same: what counts is how the weight changes, not how many numbers
-# say so. A memory of the model, made before it has adapters, holds the change of the whole weight.
+# LoRA trains few parameters, and forgets all the same: what matters is how the weight changes, not how many numbers
+# parameterize the change. A memory of the model, created before it has adapters, penalizes the change of the full
+# weight.
 #
-# To run in seconds, the model here is a small Llama that is made and trained on the spot, on a language of twenty
-# words. With a real one all that follows is the same; [what a memory keeps on
-# SmolLM2-135M](../../results/language/README.md) is among the results.
+# To run in seconds, this tutorial builds and trains a small Llama on a language of twenty words. With a real model
+# everything below is the same; see [the results on SmolLM2-135M](../../results/language/README.md).
 
 # %%
 import copy
@@ -58,17 +58,17 @@ train(published, torch.optim.AdamW(published.parameters(), lr=5e-3), old)
 print(f"the model as it is published: old {loss(published, old):.3f} nats per word")
 
 # %% [markdown]
-# ## The memory, once
+# ## Create the memory once
 #
-# Whoever has text that stands for what the model should keep makes its memory, once. Embedding and head are left out:
-# they are the largest blocks and the last that fine-tuning has to change. `prior_mean="initial"` says that the model
-# comes trained. For a real model that is the command
+# The memory is created once, by someone who has text that represents what the model should retain. Embedding and head
+# are excluded: they are the largest blocks and the last that fine-tuning has to change. `prior_mean="initial"` states
+# that the model is already trained. For a real model the command is
 #
 # ```bash
 # limpet consolidate --model HuggingFaceTB/SmolLM2-135M-Instruct --data general-english.txt -o memory.safetensors
 # ```
 #
-# which looks at 20,000 tokens unless you say otherwise.
+# which reads 20,000 tokens by default.
 
 # %%
 folder = tempfile.TemporaryDirectory()
@@ -79,10 +79,10 @@ memory.save(path)
 print(f"the memory: {path.stat().st_size / 1e3:.0f} kB, of {memory.examples} predicted words")
 
 # %% [markdown]
-# ## Fine-tuning, by anybody
+# ## Fine-tune without the old text
 #
-# From here on nobody needs the old text. The memory is loaded for the plain model, then the adapters are put on:
-# names are seen through them. `examples` are predicted tokens, so a row of 13 words has 12.
+# From here on the old text is not needed. Load the memory for the plain model, then add the adapters: parameter names
+# are resolved through them. `examples` is the number of predicted tokens, so a row of 13 words counts 12.
 
 
 # %%
@@ -113,8 +113,8 @@ folder.cleanup()
 # %% [markdown]
 # ## In a Trainer
 #
-# With transformers' Trainer or trl's SFTTrainer it is a callback, which counts the tokens, logs the forecast beside
-# the loss, and is part of the checkpoints:
+# With transformers' Trainer or trl's SFTTrainer, use the callback. It counts the tokens, logs the forecast next to the
+# loss, and is included in the checkpoints:
 #
 # ```python
 # from limpet.integrations.transformers import MemoryCallback
@@ -122,5 +122,5 @@ folder.cleanup()
 # trainer = Trainer(model, args, train_dataset=new_text, callbacks=[MemoryCallback("memory.safetensors", budget=0.05)])
 # ```
 #
-# `every=4` makes the gradient of the penalty anew every fourth step and costs a fourth. Several adapters,
-# rank-stabilised scaling and merged adapters are right; DoRA and quantised bases are refused.
+# `every=4` recomputes the gradient of the penalty only every fourth step, at a quarter of the cost. Multiple adapters,
+# rank-stabilized scaling and merged adapters are supported; DoRA and quantized base models are not.

@@ -1,4 +1,4 @@
-"""Five tasks in a training loop of your own: three more lines keep the first ones.
+"""Five tasks in an ordinary training loop: three more lines keep the network from forgetting the first ones.
 
 python docs/tutorials/own_loop.py
 """
@@ -6,10 +6,10 @@ python docs/tutorials/own_loop.py
 # %% [markdown]
 # # Your own loop
 #
-# Somebody has a PyTorch loop that works, and tasks that come one after another. After each task its data are gone. We
-# add three lines, see what they keep, and look into what was kept.
+# You have a PyTorch training loop that works, and tasks that arrive one after another. After each task its data are
+# gone. This tutorial adds three lines, shows what they preserve, and inspects what was stored.
 #
-# First the tasks: ten classes each, a blob for every class, in places of the task's own.
+# First the tasks: ten classes each, one Gaussian cluster per class, with different cluster centres in every task.
 
 # %%
 import tempfile
@@ -32,7 +32,7 @@ def blobs(seed: int, n: int = 1000) -> TensorDataset:
 tasks = [blobs(seed) for seed in range(5)]
 
 # %% [markdown]
-# Then the loop, as you have one. Nothing in it knows of limpet.
+# Then an ordinary training loop. It does not depend on limpet.
 
 
 # %%
@@ -52,13 +52,14 @@ def accuracy(model: nn.Module, task: TensorDataset) -> float:
 
 
 # %% [markdown]
-# And all tasks, one after another. The three lines are numbered.
+# Now train on all tasks in sequence. The three additional lines are numbered.
 #
-# 1. A memory is made of the model. `strength` is how hard it holds; at 0 this is plain training. The network starts
-#    from scratch, so there is no prior to hold on to: `prior_precision=0.0`.
-# 2. Inside `protect` every `optimizer.step()` also holds fast. `examples` is the number of examples of the new task,
-#    not of batches and not times epochs: the penalty is divided by it, because the loss is a mean over examples.
-# 3. `consolidate` reads the task once and takes it in. Do this while you have its data.
+# 1. A memory is created from the model. `strength` controls how strongly old tasks are protected; 0 is plain training.
+#    The network starts from scratch, so there is no prior worth keeping: `prior_precision=0.0`.
+# 2. Inside `protect`, every `optimizer.step()` also applies the penalty. `examples` is the number of examples of the
+#    new task, not of batches and not multiplied by epochs: the penalty is divided by it, because the loss is a mean
+#    over examples.
+# 3. `consolidate` reads the task's data once and adds the task to the memory. Call it while you still have the data.
 
 
 # %%
@@ -82,14 +83,14 @@ for name, strength in (("without a memory", 0.0), ("with a memory", 30.0)):
     print(f"{name}: first task {kept[0]:.1f} %, mean of five {sum(kept) / len(kept):.1f} %")
 
 # %% [markdown]
-# What is in the memory? The report lists every parameter, whether it is held, and why not where it is not.
+# What does the memory contain? The report lists every parameter, whether it is protected and, if not, why.
 
 # %%
 print(memory.report())
 
 # %% [markdown]
-# It can be kept in a file, and the file beside the weights. Whoever has both goes on from there, without any of the
-# data. The file is safetensors: loading it runs no code.
+# The memory can be saved to a file and distributed with the weights. Anyone who has both can continue training without
+# any of the data. The format is safetensors: loading a file runs no code.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -99,8 +100,8 @@ with tempfile.TemporaryDirectory() as folder:
     print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB, {again.tasks} tasks, {again.examples} examples")
 
 # %% [markdown]
-# While the next task trains, the memory says how much of the old ones is being lost, in nats per example. Nothing
-# looks at old data for that.
+# While the next task trains, the memory estimates how much of the old tasks is being lost, in nats per example. This
+# needs no old data.
 
 # %%
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
@@ -109,6 +110,6 @@ with memory.protect(optimizer, examples=1000):
     print(f"after one epoch of a sixth task: {memory.forecast()}")
 
 # %% [markdown]
-# Other optimizers work the same way (Adam and its kin get the gradient of the penalty instead of a proximal step),
-# and so do closures, gradient scaling, clipping and schedulers. How to find a strength is the subject of [another
-# tutorial](strength.py).
+# Other optimizers work the same way (Adam and its variants get the gradient of the penalty instead of a proximal step),
+# and so do closures, gradient scaling, clipping and schedulers. [Another tutorial](strength.py) explains how to choose
+# the strength.

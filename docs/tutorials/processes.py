@@ -1,14 +1,14 @@
-"""Two processes: replicated (DistributedDataParallel), then in pieces (fully_shard), with checkpoints.
+"""Two processes: replicated (DistributedDataParallel), then sharded (fully_shard), with checkpoints.
 
 torchrun --nproc-per-node 2 docs/tutorials/processes.py
 """
 
 # %% [markdown]
-# # Many processes
+# # Distributed training
 #
-# Nothing about limpet changes under torchrun. It uses the process group that the training has made, every rank calls
-# the same methods with its own share of the data, and all of them have (or share) the memory of all. This page runs
-# on two processes of one CPU:
+# Under torchrun, code that uses limpet stays the same. limpet uses the process group that the training has initialized,
+# every rank calls the same methods with its own share of the data, and the memory covers the data of all ranks
+# (replicated or sharded, like the model). This page runs on two processes of one CPU:
 #
 # ```bash
 # torchrun --nproc-per-node 2 processes.py
@@ -74,9 +74,9 @@ def say(text: str) -> None:
 # %% [markdown]
 # ## Replicated
 #
-# With DistributedDataParallel every rank has the whole model and the whole memory. `consolidate` sums up over the
-# ranks; shares may be uneven, even empty. `examples` is that of the whole task, on all ranks together. What one rank
-# does by itself goes into `with limpet.distributed.alone():`.
+# With DistributedDataParallel every rank has the whole model and the whole memory. `consolidate` sums over the ranks;
+# shares may be uneven or even empty. `examples` is the number for the whole task, over all ranks. Wrap anything that a
+# single rank does on its own in `with limpet.distributed.alone():`.
 
 
 # %%
@@ -97,13 +97,14 @@ def replicated() -> None:
 
 
 # %% [markdown]
-# ## In pieces
+# ## Sharded
 #
-# With `fully_shard` (FSDP2) the model lies in pieces, and so does the memory: each block is kept whole by one rank. A
-# rank that needs another's block sends its piece there and gets it back pulled. The calls are the same.
+# With `fully_shard` (FSDP2) the model is sharded, and so is the memory: each block is owned by one rank. A rank that
+# has a shard of a block owned by another rank sends it to the owner, which applies the penalty and returns the result.
+# The calls are the same.
 #
-# Where every rank can read all batches in the same order, wrap them: `limpet.distributed.ReplicatedBatches(batches)`.
-# Each rank then takes its turn, and a pass with `checkpoint=` that was killed may go on with another number of ranks.
+# If every rank can read all batches in the same order, wrap them in `limpet.distributed.ReplicatedBatches(batches)`.
+# The ranks then take turns, and a pass with `checkpoint=` that was killed can resume on a different number of ranks.
 
 
 # %%
@@ -142,9 +143,9 @@ def sharded(folder: Path) -> None:
 # %% [markdown]
 # ## Checkpoints
 #
-# A memory is a `Stateful`: it goes into a checkpoint of torch.distributed.checkpoint beside the model, and comes back
-# on any number of ranks. `limpet.load` takes the folder of the checkpoint as well as the one file that `memory.save`
-# writes, which is also the one to publish.
+# A memory is a `Stateful`: it can be saved with torch.distributed.checkpoint next to the model and restored on any
+# number of ranks. `limpet.load` accepts the checkpoint folder as well as the single file that `memory.save` writes,
+# which is also the one to publish.
 
 
 # %%
@@ -181,5 +182,5 @@ if __name__ == "__main__":
     main()
 
 # %% [markdown]
-# On the command line, `torchrun --nproc-per-node 8 -m limpet consolidate ...` makes the memory of a language
-# model on all ranks. [Scale](../scale.md) says what a memory costs on how many of them.
+# On the command line, `torchrun --nproc-per-node 8 -m limpet consolidate ...` creates the memory of a language model on
+# all ranks. [Scale](../scale.md) shows what a memory costs on a given number of ranks.

@@ -1,4 +1,4 @@
-"""A language model that was fine-tuned already gets back what it has forgotten.
+"""Restore what a fine-tuned language model has forgotten.
 
 python docs/tutorials/repair.py         # needs limpet[transformers]; the model is made here, nothing is downloaded
 """
@@ -6,12 +6,13 @@ python docs/tutorials/repair.py         # needs limpet[transformers]; the model 
 # %% [markdown]
 # # I have fine-tuned already
 #
-# Most people notice forgetting when the fine-tune is done. It can still be undone: train as usual, with any optimizer,
-# and call `limpet.repair` afterwards. It needs a memory of the model *before*, which can be made of nothing but the
-# model's own samples, and the data that you fine-tuned on. No old data, and no second training.
+# Forgetting is often noticed only after the fine-tune. It can still be undone: train as usual, with any optimizer, and
+# call `limpet.repair` afterwards. It needs a memory of the model *before* fine-tuning, which can be created from
+# nothing but the model's own samples, and the data that you fine-tuned on. It needs no old data and no second training
+# run.
 #
-# To run in seconds, the model here is a small Llama that is made and trained on the spot, on a language of twenty
-# words. [What repair does on SmolLM2-135M and MiniLM](../../results/repair/README.md) is among the results.
+# To run in seconds, this tutorial builds and trains a small Llama on a language of twenty words. See also [the results
+# of repair on SmolLM2-135M and MiniLM](../../results/repair/README.md).
 
 # %%
 import copy
@@ -59,7 +60,7 @@ published = LlamaForCausalLM(LlamaConfig(vocab_size=40, initializer_range=0.3, b
 train(published, old)
 
 # %% [markdown]
-# ## The fine-tune, which knows nothing of limpet
+# ## An ordinary fine-tune, without limpet
 
 # %%
 torch.manual_seed(1)
@@ -71,8 +72,9 @@ print(f"tuned:    old {loss(model, old):.3f}, new {loss(model, new):.3f}")
 # %% [markdown]
 # ## A memory without data
 #
-# The model draws text from itself, which stands for what it knows; its curvature is measured there. Some more samples
-# are the *probe*: inputs with the answers of the model before, on which drift is measured. For a real model this is
+# The model generates text that represents what it knows, and its curvature is measured on that text. Some additional
+# samples form the *probe*: inputs, stored with the outputs of the original model, on which drift is measured. For a
+# real model the command is
 #
 # ```bash
 # limpet consolidate --model HuggingFaceTB/SmolLM2-135M-Instruct --self-samples 12000 -o memory.safetensors
@@ -87,8 +89,9 @@ consolidate_lm(published, rows[100:].split(40), probe=[rows[:100]], progress=Fal
 # %% [markdown]
 # ## Measure, repair, measure
 #
-# Drift is KL(before || now) per token, by forward passes alone. Repair takes one pass over the new data, finds the
-# update that both curvatures agree on, and writes it back into the adapters, at their own rank.
+# Drift is KL(before || now) per token and takes only forward passes. Repair makes one pass over the new data, solves
+# for the update that balances the curvature of the old and the new data, and writes it back into the adapters at their
+# own rank.
 
 # %%
 memory = limpet.load(path, model)
@@ -101,9 +104,10 @@ print(f"drift, repaired: {memory.drift()}")
 # %% [markdown]
 # ## Along the path
 #
-# One decomposition serves every strength. `tolerance=` takes as much as the new data can spare, `budget=` as much as
-# it takes to bring the drift down, and `undo()` gives the tuned weights back to the bit. The forecast is shown to be
-# read with care: repair removes just what the memory's quadratic sees, so afterwards it says far too little.
+# One decomposition serves every strength. `tolerance=` chooses the largest strength that the loss on the new data
+# allows, `budget=` the smallest that reduces the drift enough, and `undo()` restores the tuned weights bit for bit.
+# Read the forecast with care: repair removes exactly what the memory's quadratic can see, so after a repair the
+# forecast is far too low.
 
 # %%
 print(repair.table(strengths=(0.0, 0.1, 1.0, 10.0)))
@@ -113,12 +117,12 @@ print(f"within a budget of 0.2: old {loss(model, old):.3f}, new {loss(model, new
 folder.cleanup()
 
 # %% [markdown]
-# ## On the command line, and in a Trainer
+# ## On the command line and in a Trainer
 #
 # ```bash
 # limpet drift  --model BASE --tuned my-adapter --memory memory.safetensors --at-most 0.05    # exits 1 above it
 # limpet repair --model BASE --tuned my-adapter --memory memory.safetensors --data new.txt -o repaired
 # ```
 #
-# Both read adapters of peft and checkpoints of transformers, and write what they read. In a Trainer,
-# `MemoryCallback(memory, repair=True)` trains as usual and repairs at the end.
+# Both read peft adapters and transformers checkpoints, and `limpet repair` writes the same format that it read. In a
+# Trainer, `MemoryCallback(memory, repair=True)` trains as usual and repairs at the end.

@@ -1,4 +1,4 @@
-"""How hard to hold: by a number, by what the data say, or by what may be lost.
+"""Choose how strongly to protect: by a number, automatically from the data, or by a budget.
 
 python docs/tutorials/strength.py
 """
@@ -6,11 +6,12 @@ python docs/tutorials/strength.py
 # %% [markdown]
 # # Choosing the strength
 #
-# A memory that holds too weakly forgets, and one that holds too hard learns nothing new. Which strength is right can
-# be seen afterwards, if all old data are at hand. They are not. So there are three ways to do without.
+# If the protection is too weak, the network forgets; if it is too strong, the network learns nothing new. The right
+# strength is easy to determine afterwards with all old data, but those are not available. There are three ways to do
+# without them.
 #
-# The tasks here are alike and yet in each other's way: ten classes in ten of a hundred directions, and every task has
-# the hundred coordinates in an order of its own.
+# The tasks in this tutorial are similar and yet interfere with each other: ten classes in ten of a hundred directions,
+# with the hundred coordinates permuted differently in every task.
 
 # %%
 import torch
@@ -58,9 +59,10 @@ tasks = [task(seed) for seed in range(1, 6)]
 # %% [markdown]
 # ## A number, or "auto"
 #
-# The strength multiplies each task's curvature. At 1 it is the Laplace approximation itself; more makes up for a loss
-# that rises faster than its quadratic. `strength="auto"` measures how much faster, with the task's own data, when the
-# task is taken in. Here we cheat and look at all old tasks to see what is best.
+# The strength multiplies the curvature of each task. 1 is the Laplace approximation itself; larger values compensate
+# for a loss that rises faster than its quadratic approximation. `strength="auto"` measures how much faster, on the
+# task's own data, when the task is consolidated. Here we cheat and evaluate on all old tasks to see which strength is
+# best.
 
 
 # %%
@@ -81,8 +83,8 @@ found, memory = learn_all("auto")
 print(f"strength auto: mean loss {found:.3f} nats")
 
 # %% [markdown]
-# What "auto" saw is in the memory: for each task a few pairs of what the quadratic predicts and what the loss really
-# did when the weights were pushed that far.
+# The measurements behind "auto" are stored in the memory: for each task, a few pairs of the increase predicted by the
+# quadratic and the measured increase of the loss when the weights are perturbed that far.
 
 # %%
 curve = memory.history.tasks[0].curve
@@ -93,9 +95,9 @@ print(f"so the first task got the strength {curve.strength:.1f}")
 # %% [markdown]
 # ## A forecast to watch
 #
-# The same curves turn every displacement into nats. `memory.forecast()` is cheap enough to log, and needs no old
-# data; here is the truth beside it. It is an estimate: expect a factor of two to three, in either direction, on tasks
-# as small as these.
+# The same curves convert any displacement of the weights into nats. `memory.forecast()` is cheap enough to log and
+# needs no old data; the true increase is printed next to it. It is an estimate: expect it to be off by a factor of two
+# to three, in either direction, on tasks as small as these.
 
 # %%
 model, optimizer, memory = start(1.0)
@@ -113,8 +115,8 @@ with memory.protect(optimizer, examples=len(second[0])):
 # %% [markdown]
 # ## A budget
 #
-# And if you know what you would give away, say that: with `budget=` the strength no longer matters. The memory holds
-# just as hard as keeps the forecast within so many nats per example, and not at all before.
+# If you know how much loss is acceptable, set a budget: with `budget=` the strength no longer matters. The penalty is
+# just strong enough to keep the forecast within that many nats per example, and zero before that point.
 
 # %%
 for budget in (0.005, 0.02, 0.08):
@@ -130,10 +132,10 @@ for budget in (0.005, 0.02, 0.08):
     print(f"budget {budget}: foretold {float(memory.forecast()):.3f}, true {true:.3f}; new task at {new:.3f} nats")
 
 # %% [markdown]
-# ## Which to take
+# ## Which one to use
 #
 # - Many tasks of the same kind, one network: `strength="auto"`.
-# - One published model, one fine-tuning: `budget=`, in nats per example (per token, for a language model).
-# - Comparing methods, as papers do: numbers, in powers of ten, chosen on held-out data. A diagonal wants five to
-#   a hundred times what Kronecker factors do.
-# - A model in pieces on many ranks (`fully_shard`): a number; the other two are refused there.
+# - One published model, one fine-tune: `budget=`, in nats per example (per token, for a language model).
+# - Comparing methods, as in papers: numbers, in powers of ten, selected on held-out data. A diagonal needs five to a
+#   hundred times the strength of Kronecker factors.
+# - A model sharded over many ranks (`fully_shard`): a number; the other two are not supported there.

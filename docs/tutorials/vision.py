@@ -8,11 +8,12 @@ EXAMPLES=60000 python docs/tutorials/vision.py          # all of them instead of
 # %% [markdown]
 # # A vision sequence
 #
-# A small convolutional network learns digits, and then clothes, and should still know its digits. Each task has a
-# head of its own; what they share is the body, and that is what has to be kept.
+# A small convolutional network learns digits, then clothes, and should still recognize its digits. Each task has its
+# own head; the tasks share the body, which is what must be protected.
 #
-# Where `LIMPET_DATA` names a folder with the two sets (as the Hugging Face hub has them), they are read with the
-# loader of limpet's own experiments. Elsewhere two small tasks are made: which way stripes lie, and where a blob is.
+# If `LIMPET_DATA` names a folder with the two data sets (laid out as on the Hugging Face hub), they are read with the
+# loader of limpet's own experiments. Otherwise two small synthetic tasks are generated: the orientation of stripes, and
+# the position of a blob.
 
 # %%
 import os
@@ -57,7 +58,7 @@ load = from_the_hub if os.environ.get("LIMPET_DATA") else made_here
 tasks = [load(name) for name in ("mnist", "fashion_mnist")]
 
 # %% [markdown]
-# The network has no BatchNorm, whose running statistics no penalty can hold (you would be warned).
+# The network has no BatchNorm, whose running statistics cannot be protected by a penalty (limpet would warn).
 
 
 # %%
@@ -86,9 +87,9 @@ def accuracy(model: Network, head: int) -> float:
 
 
 # %% [markdown]
-# The heads are left out of the memory, `exclude=["heads"]`: each belongs to one task alone, and nothing overwrites it
-# while the other trains. `forward` tells `consolidate` which head the batches go through. `strength="auto"` finds the
-# strength by itself.
+# The heads are excluded from the memory, `exclude=["heads"]`: each belongs to a single task, and nothing overwrites it
+# while the other task trains. `forward` tells `consolidate` which head the batches go through. `strength="auto"`
+# determines the strength automatically.
 
 
 # %%
@@ -117,8 +118,9 @@ for name, hold in (("without a memory", False), ("with a memory", True)):
     print(f"{name}: first task {first:.1f} %, second {second:.1f} %")
 
 # %% [markdown]
-# `limit=1000` measures the curvature on a thousand examples and scales it up to the whole task: enough for its shape.
-# Below is what 6000 examples of each of the real sets give.
+# `limit=1000` measures the curvature on a thousand examples and scales it up to the whole task, which is enough to
+# capture its shape. The output below is for 6000 examples of each of the real data sets.
 #
-# The five sets of the paper (MNIST, notMNIST, Fashion-MNIST, SVHN, CIFAR-10) with a LeNet are one command, `limpet
-# run vision`, and [what came out](../../results/vision/README.md) is within 1.5 points of a network for each set.
+# The five data sets of the paper (MNIST, notMNIST, Fashion-MNIST, SVHN, CIFAR-10) with a LeNet are one command,
+# `limpet run vision`, and [the result](../../results/vision/README.md) is within 1.5 points of a separate network for
+# each set.

@@ -1,4 +1,4 @@
-"""Networks that learn new things without forgetting the old ones.
+"""Continual learning for PyTorch: train networks on new tasks without forgetting the old ones.
 
 memory = limpet.OnlineLaplace(model, strength=3.0)
 for task in tasks:
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported when it is asked for, so that importing limpet takes hardly any time."""
+    """Import some attributes lazily, to keep `import limpet` fast, and resolve deprecated names."""
     if name == "repair":
         from limpet.methods.repair import repair
 

@@ -1,4 +1,4 @@
-"""Old names that still work: each raises a DeprecationWarning that says what to write instead."""
+"""Deprecated names: they keep working, with a DeprecationWarning that names the replacement."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ MODULES: dict[str, tuple[str, dict[str, str]]] = {
     "limpet.parallel": ("limpet.distributed", {"Shared": "ReplicatedBatches"}),
     "limpet.plan": ("limpet.planning.plan", {}),
 }
-"""Modules that have moved: the new module, and the names in it that have changed."""
+"""Moved modules: for each old name, the new module and the names inside it that have changed."""
 
 
 def renamed_arguments(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a function take keyword arguments under the names that they used to have.
+    """Accept keyword arguments under their deprecated names.
 
     Args:
-        **names: The new name of every old one.
+        **names: The new name of each deprecated argument, as `old="new"`.
 
     Returns:
-        A decorator.
+        A decorator. The decorated function raises TypeError if an argument is passed under both names.
 
-    >>> @renamed_arguments(size="length")
-    ... def double(length: int) -> int:
-    ...     return 2 * length
-    >>> with warnings.catch_warnings(record=True) as said:
-    ...     warnings.simplefilter("always")
-    ...     double(size=3)
-    6
-    >>> print(said[0].message)
-    size= is now called length=
+    Examples:
+        >>> @renamed_arguments(size="length")
+        ... def double(length: int) -> int:
+        ...     return 2 * length
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     double(size=3)
+        6
+        >>> print(caught[0].message)
+        size= is deprecated: use length=
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -57,8 +58,8 @@ def renamed_arguments(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]
             for old in names.keys() & kwargs.keys():
                 new = names[old]
                 if new in kwargs:
-                    raise TypeError(f"{old}= is the old name of {new}=: give one of them")
-                warnings.warn(f"{old}= is now called {new}=", DeprecationWarning, stacklevel=2)
+                    raise TypeError(f"{old}= is the deprecated name of {new}=: pass only {new}=")
+                warnings.warn(f"{old}= is deprecated: use {new}=", DeprecationWarning, stacklevel=2)
                 kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)
 
@@ -68,13 +69,22 @@ def renamed_arguments(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]
 
 
 def renamed_attribute(module: str, old: str, new: str) -> Any:
-    """The attribute of a module that used to have another name."""
-    warnings.warn(f"{module}.{old} is now called {module}.{new}", DeprecationWarning, stacklevel=3)
+    """Look up a renamed module attribute under its new name, with a DeprecationWarning.
+
+    Args:
+        module: The full name of the module.
+        old: The deprecated name of the attribute.
+        new: Its current name.
+
+    Returns:
+        The attribute.
+    """
+    warnings.warn(f"{module}.{old} is deprecated: use {module}.{new}", DeprecationWarning, stacklevel=3)
     return getattr(importlib.import_module(module), new)
 
 
 class _Moved(ModuleType):
-    """A module under the name that it used to have."""
+    """A stand-in for a moved module, which looks its attributes up in the new one."""
 
     def __getattr__(self, name: str) -> Any:
         target, names = MODULES[self.__name__]
@@ -82,22 +92,24 @@ class _Moved(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds moved modules, so that `from limpet.language import remember` goes on working."""
+    """Import hook for moved modules, so that `from limpet.language import remember` keeps working."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Return a spec for a moved module, None for any other."""
         return importlib.util.spec_from_loader(fullname, self) if fullname in MODULES else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        warnings.warn(f"{spec.name} is now called {MODULES[spec.name][0]}", DeprecationWarning, stacklevel=2)
+        """Warn that the module has moved, and return its stand-in."""
+        warnings.warn(f"{spec.name} is deprecated: use {MODULES[spec.name][0]}", DeprecationWarning, stacklevel=2)
         return _Moved(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run: attributes are looked up in the new module."""
+        """Do nothing: attributes are looked up in the new module."""
 
 
 def install() -> None:
-    """Make moved modules importable under their old names."""
+    """Make moved modules importable under their old names. Calling it twice has no effect."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

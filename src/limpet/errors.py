@@ -1,4 +1,4 @@
-"""What limpet raises and warns: every message says what is wrong and how to mend it."""
+"""Errors, warnings and argument checks. Every message says what is wrong and how to fix it."""
 
 from __future__ import annotations
 
@@ -12,35 +12,40 @@ from typing import Any
 
 
 class LimpetError(Exception):
-    """The root of every error that limpet raises on purpose."""
+    """Base class of all errors that limpet raises."""
 
 
 class UnsupportedError(LimpetError):
-    """Something that cannot be done right, and is refused rather than done wrong."""
+    """The combination of model, optimizer and options is not supported."""
 
 
 class CurvatureError(LimpetError):
-    """The pass over the data met something it cannot measure."""
+    """The curvature cannot be measured on this model or these data."""
 
 
 class MemoryFileError(LimpetError):
-    """A memory file (or state) that is damaged, of another version, or made for another model."""
+    """A memory file or state dict is corrupted, has an unknown version, or was made for another model."""
 
 
 class LimpetWarning(UserWarning):
-    """The root of every warning that limpet gives."""
+    """Base class of all warnings that limpet issues."""
 
 
 class NotProtectedWarning(LimpetWarning):
-    """Something in the model that the memory does not hold fast."""
+    """Part of the model is not protected by the memory."""
 
 
 class FallbackWarning(LimpetWarning):
-    """Something that is protected in another way than was asked for."""
+    """Part of the model is protected with a different structure than requested."""
 
 
 def warn(message: str, category: type[LimpetWarning]) -> None:
-    """Warn at the user's own line: the nearest one that is not in this package."""
+    """Issue a warning that points at the caller's code, the nearest frame outside this package.
+
+    Args:
+        message: The text, without the "limpet: " prefix.
+        category: The warning class.
+    """
     package, level = str(Path(__file__).parent), 1
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
@@ -49,30 +54,75 @@ def warn(message: str, category: type[LimpetWarning]) -> None:
 
 
 def finite_number(name: str, value: Any) -> float:
-    """The value as a float >= 0 that is finite, whatever kind of number it is (numpy's too)."""
+    """Convert a value to a finite float >= 0.
+
+    Args:
+        name: The argument's name, for the error message.
+        value: A real number of any type, NumPy scalars included.
+
+    Returns:
+        The value as a float.
+
+    Raises:
+        ValueError: If the value is not a finite number >= 0.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf:
         raise ValueError(f"{name} must be a finite number >= 0, not {value!r}")
     return float(value)
 
 
 def signed_number(name: str, value: Any) -> float:
-    """The value as a finite float of either sign."""
+    """Convert a value to a finite float of either sign.
+
+    Args:
+        name: The argument's name, for the error message.
+        value: A real number of any type, NumPy scalars included.
+
+    Returns:
+        The value as a float.
+
+    Raises:
+        ValueError: If the value is not a finite number.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(float(value)):
         raise ValueError(f"{name} must be a finite number, not {value!r}")
     return float(value)
 
 
 def whole_number(name: str, value: Any, *, least: int = 0) -> int:
-    """The value as an int >= `least`, whatever kind of whole number it is (numpy's too)."""
+    """Convert a value to an int >= `least`.
+
+    Args:
+        name: The argument's name, for the error message.
+        value: An integer of any type, NumPy scalars included.
+        least: The smallest allowed value.
+
+    Returns:
+        The value as an int.
+
+    Raises:
+        ValueError: If the value is not an integer >= `least`.
+    """
     try:
         number = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = least - 1
     if number < least:
-        raise ValueError(f"{name} must be a whole number >= {least}, not {value!r}")
+        raise ValueError(f"{name} must be an integer >= {least}, not {value!r}")
     return number
 
 
 def positive_whole(name: str, value: Any) -> int:
-    """The value as an int >= 1."""
+    """Convert a value to an int >= 1.
+
+    Args:
+        name: The argument's name, for the error message.
+        value: An integer of any type, NumPy scalars included.
+
+    Returns:
+        The value as an int.
+
+    Raises:
+        ValueError: If the value is not an integer >= 1.
+    """
     return whole_number(name, value, least=1)

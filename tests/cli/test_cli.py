@@ -1,4 +1,4 @@
-"""The command line: what it says when it is asked, and when it is asked wrongly."""
+"""Test the command line: help texts, error messages, and runs with user-defined methods, tasks and networks."""
 
 from __future__ import annotations
 
@@ -73,27 +73,33 @@ def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     ("words", "line"),
     [
         (["run", "permutedmnist"], "did you mean 'permuted-mnist'?"),
-        (["run", "permuted-mnist", "--method", "ewcc"], "there is no method 'ewcc'"),
-        (["run", "permuted-mnist", "--method", "si", "--structure", "diagonal"], "si has no structure"),
+        (["run", "permuted-mnist", "--method", "ewcc"], "unknown method 'ewcc'"),
+        (["run", "permuted-mnist", "--method", "si", "--structure", "diagonal"], "si has no structure option"),
         (["run", "permuted-mnist", "--structure", "diag"], "not 'diag'"),
         (["run", "permuted-mnist", "--preset", "papr"], "did you mean 'permuted-mnist-paper'?"),
         (["run", "permuted-mnist", "--set", "training.lrr=1"], "did you mean 'lr'?"),
         (["run", "permuted-mnist", "--set", "training.lr=fast"], "training.lr: Input should be a valid number"),
         (["run", "permuted-mnist", "--set", "lr"], "--set takes name=value"),
-        (["run", "permuted-mnist", "--with", "nowhere.py"], "there is no file nowhere.py"),
-        (["run", "permuted-mnist", "--seed", "0", "--seed", "1", "--out", "x"], "--out is the folder of one run"),
-        (["sweep", "permuted-mnist", "--scheduler", "best"], "--scheduler is grid or asha"),
+        (["run", "permuted-mnist", "--with", "nowhere.py"], "file not found: nowhere.py"),
+        (
+            ["run", "permuted-mnist", "--seed", "0", "--seed", "1", "--out", "x"],
+            "--out names the folder of a single",
+        ),
+        (["sweep", "permuted-mnist", "--scheduler", "best"], "--scheduler must be 'grid' or 'asha'"),
         (["sweep", "permuted-mnist", "--grid", "strength"], "--grid takes name=value"),
-        (["sweep", "permuted-mnist", "--grid", "trainig.lr=1,2"], "there is no setting 'trainig'"),
-        (["sweep", "permuted-mnist", "--grid", "seed=1,2"], "seeds are given by --seed"),
-        (["run", "permuted-mnist", "--set", "seed=3"], "seeds are given by --seed"),
+        (["sweep", "permuted-mnist", "--grid", "trainig.lr=1,2"], "unknown setting 'trainig'"),
+        (["sweep", "permuted-mnist", "--grid", "seed=1,2"], "set seeds with --seed"),
+        (["run", "permuted-mnist", "--set", "seed=3"], "set seeds with --seed"),
         (["run", "permuted-mnist", "--set", "training=5", "--set", "training.lr=1"], "training"),
-        (["run", "permuted-mnist", "--set", "device='[b]'"], "device '[b]' is not there"),
-        (["report", "nowhere"], "there is no folder nowhere"),
-        (["consolidate", "--model", "m", "--data", "d", "--structure", "kron"], "--structure is one of diagonal, kron"),
+        (["run", "permuted-mnist", "--set", "device='[b]'"], "device '[b]' is not available"),
+        (["report", "nowhere"], "folder not found: nowhere"),
+        (
+            ["consolidate", "--model", "m", "--data", "d", "--structure", "kron"],
+            "--structure must be one of diagonal, kron",
+        ),
         (
             ["consolidate", "--model", "m", "--data", "d", "--at-rest", "int8"],
-            "--storage-dtype is one of bfloat16, float16",
+            "--storage-dtype must be one of bfloat16, float16",
         ),
     ],
 )
@@ -120,7 +126,7 @@ def test_own_method_tasks_and_network_then_report(
         assert code == 0, err
         assert out.count("mean of 3") == 2
     code, out, err = limpet(monkeypatch, capsys, *shared, "--method", "frozen")
-    assert code == 2 and "go on with --resume" in err
+    assert code == 2 and "continue it with --resume" in err
     code, out, err = limpet(monkeypatch, capsys, *shared, "--method", "frozen", "--resume")
     assert code == 0, err
     code, out, err = limpet(monkeypatch, capsys, "list", "--with", "own.py")

@@ -1,4 +1,4 @@
-"""`limpet plan`: the numbers that it prints are those of `limpet.planning.plan`, and no weight is made for them."""
+"""Test `limpet plan`: it prints the numbers of `limpet.planning.plan` and allocates no weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_command_reads_a_configuration_and_nothing_else(tmp_path: Path, comm
     plans = [plan(model, structure=name, ranks=4, max_factor_size=128, tokens=512) for name in STRUCTURES]
     for name, found in zip(STRUCTURES, plans, strict=True):
         assert found.table(most=12) in told, name
-    assert "dense: refused: structure='dense' takes at most 20000 weights in a block" in told
+    assert "dense: not supported: structure='dense' supports at most 20000 weights per block" in told
     loads = [load for found in plans for load in (found.replicated, found.sharded)]
     assert column(told, "memory") == [in_bytes(load.memory) for load in loads]
     assert column(told, "peak of a consolidate, without activations") == [in_bytes(load.peak) for load in loads]
@@ -77,7 +77,7 @@ def test_the_command_calls_a_factory_on_the_meta_device(tmp_path: Path, command:
     bases = 100**2 + 1000**2 + 101**2
     by_hand = 4 * 2 * (first + second) + 2 * bases + 4 * (2_000_001 + 100 + 1000 + 101)
     assert column(told, "memory") == [in_bytes(by_hand)]
-    assert "0 is longer than 4,096 on a side, which is kept in pieces, or as a diagonal above 28,672" in told
+    assert "0 is longer than 4,096 on a side, whose factor is block-diagonal, or diagonal above 28,672" in told
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_the_command_calls_a_factory_on_the_meta_device(tmp_path: Path, command:
         (["--model", "nowhere:network"], "cannot be imported: No module named 'nowhere'"),
         (["--model", "torch.nn:Linear"], "failed on the meta device: TypeError"),
         (["--model", "torch:zeros_like"], "failed on the meta device"),
-        (["--model", "builtins:dict"], "gave a dict, not a torch.nn.Module"),
-        (["--model", "."], "is no causal language model whose configuration could be read"),
-        (["--model", "torch.nn:Identity"], "nothing to remember"),
+        (["--model", "builtins:dict"], "returned a dict, not a torch.nn.Module"),
+        (["--model", "."], "is not a causal language model with a readable configuration"),
+        (["--model", "torch.nn:Identity"], "nothing to protect"),
         (["--model", "mine:network", "--structure", "diag"], "structure must be one of"),
         (["--model", "mine:network", "--structure", "dense"], "use structure='kronecker'"),
         (["--model", "mine:network", "--at-rest", "int8"], "storage_dtype must be"),

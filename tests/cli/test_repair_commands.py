@@ -1,4 +1,4 @@
-"""`limpet consolidate --self-samples`, `drift` and `repair` on real files, and the callback of the Trainer."""
+"""Test `limpet consolidate --self-samples`, `drift` and `repair` on real files, and the Trainer callback."""
 
 from __future__ import annotations
 
@@ -232,15 +232,15 @@ def test_what_is_wrong_is_one_line(folder: Path, memory: Path, tmp_path: Path) -
     data = ["--data", str(folder / "new.txt"), "--length", "8"]
     (tmp_path / "empty").mkdir()
     cases = [
-        (["consolidate", *base], "or let it draw its own"),
-        (["consolidate", *base, "--self-samples", "10", "--data", "x"], "or let it draw its own"),
-        (["consolidate", *base, "--data", "x", "--chat"], "they go with --self-samples"),
-        (["repair", *tuned, *data, "-o", str(folder / "adapter")], "give another one"),
-        (["repair", *tuned, *data, "-o", str(folder / "base")], "give another one"),
-        (["repair", *tuned, *data, "-o", str(tmp_path / "o"), "--strength", "1", "--budget", "1"], "give one of them"),
+        (["consolidate", *base], "pass either --data"),
+        (["consolidate", *base, "--self-samples", "10", "--data", "x"], "pass either --data"),
+        (["consolidate", *base, "--data", "x", "--chat"], "only apply to --self-samples"),
+        (["repair", *tuned, *data, "-o", str(folder / "adapter")], "choose another output folder"),
+        (["repair", *tuned, *data, "-o", str(folder / "base")], "choose another output folder"),
+        (["repair", *tuned, *data, "-o", str(tmp_path / "o"), "--strength", "1", "--budget", "1"], "only one of them"),
         (["drift", *base, "--tuned", str(tmp_path / "no"), "--memory", str(memory)], "is not a folder"),
         (["drift", *base, "--tuned", str(tmp_path / "empty"), "--memory", str(memory)], "not a causal language model"),
-        (["drift", *tuned, "--dtype", "int8"], "--dtype is one of"),
+        (["drift", *tuned, "--dtype", "int8"], "--dtype must be one of"),
     ]
     for words, told in cases:
         done = command(*words)

@@ -1,4 +1,4 @@
-"""Ways of using weights that hooks, or the first batch, do not show: measured right, or refused."""
+"""Uses of weights that the hooks or the first batch miss: they are measured correctly, or rejected."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ def test_plausible_mistakes_name_the_mend() -> None:
         (y + 7, "from 0 to 2"),
         (-torch.ones_like(y), "ignore_index"),
         (y.double(), "long"),
-        (F.one_hot(y, 3), "class numbers"),
+        (F.one_hot(y, 3), "class indices"),
     ):
         for fisher in ("exact", "sampled", "empirical"):
             memory.fisher = fisher

@@ -1,4 +1,4 @@
-"""A pass that is killed goes on where it was, to the same numbers bit for bit."""
+"""A pass that is killed resumes from its checkpoint with bit-identical results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every block of the curvature pass against the dense Fisher, and against its definition written out."""
+"""Every block of the curvature pass, compared with the dense Fisher and with its definition written out."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_limit_counts_predicted_positions() -> None:
     for name in found.terms:
         close(as_matrix(found.terms[name][0]), 3 * as_matrix(first.terms[name][0]))
     for wrong in ({"limit": 0}, {"limit": 2.5}, {"examples": 0}, {"examples": "all"}):
-        with pytest.raises(ValueError, match="whole number"):
+        with pytest.raises(ValueError, match="an integer"):
             measure(model, [(x, y)], CATEGORICAL, **wrong)
 
 

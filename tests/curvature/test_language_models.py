@@ -1,4 +1,4 @@
-"""Language models as transformers has them: what is predicted, what is padding, and what is shared."""
+"""Language models of transformers: predicted positions, padding, and shared weights and inputs."""
 
 from __future__ import annotations
 

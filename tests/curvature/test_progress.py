@@ -1,4 +1,4 @@
-"""A long pass shows how far it is, with tqdm and without."""
+"""Progress display of a long pass, with and without tqdm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Factors against two independent libraries."""
+"""Kronecker factors, compared with two independent libraries (curvlinops and nngeometry)."""
 
 from __future__ import annotations
 

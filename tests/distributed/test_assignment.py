@@ -1,4 +1,4 @@
-"""Who owns which block: every one somewhere, and no rank with much more than its share."""
+"""Tests of the assignment of blocks to ranks: every block has an owner, and the load is balanced."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def test_the_order_of_the_blocks_does_not_matter(sizes: dict[str, int], ranks: i
 def test_more_ranks_than_blocks_and_none_at_all() -> None:
     assert share({"a": 1, "b": 2}, 5) == {"b": 0, "a": 1}
     assert share({}, 3) == {}
-    with pytest.raises(ValueError, match="ranks must be a whole number >= 1, not 0"):
+    with pytest.raises(ValueError, match="ranks must be an integer >= 1, not 0"):
         share({"a": 1}, 0)

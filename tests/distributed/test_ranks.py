@@ -1,4 +1,4 @@
-"""Many processes give what one gives. The processes are real ones, started by torchrun."""
+"""Tests that several processes, started by torchrun, compute the same results as one."""
 
 from __future__ import annotations
 
@@ -215,8 +215,8 @@ def test_a_callback_with_a_sharded_memory(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_is_wrong_on_one_rank_is_heard_on_all() -> None:
     told = torchrun(2, "wrong")
-    assert "rank 0 heard: rank 1: the model's outputs hold inf or nan" in told
-    assert "rank 1 heard: the model's outputs hold inf or nan" in told
+    assert "rank 0 heard: rank 1: the model's outputs contain inf or nan" in told
+    assert "rank 1 heard: the model's outputs contain inf or nan" in told
     assert "alone: " in told
 
 

@@ -1,4 +1,4 @@
-"""Image sets and task sequences: every pixel and label is where it should be."""
+"""Test image datasets and task sequences: pixels, labels, splits and errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_cache_is_read_without_the_source_being_decoded(small_data: Path, mo
 def test_missing_sets_name_the_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIMPET_DATA", str(tmp_path))
     images.cache_clear()
-    with pytest.raises(LimpetError, match=r"no mnist/train-\*.parquet in it: unset it"):
+    with pytest.raises(LimpetError, match=r"no mnist/train-\*.parquet: unset it"):
         images("mnist", "train")
     with pytest.raises(LimpetError, match="did you mean 'mnist'"):
         images("mnst", "train")
@@ -112,9 +112,9 @@ def test_vision_is_padded_and_coloured(small_data: Path) -> None:
 
 
 def test_wrong_sequences_name_the_mend() -> None:
-    with pytest.raises(LimpetError, match="this sequence has 5 tasks, not 9"):
+    with pytest.raises(LimpetError, match="this sequence has 5 tasks, but 9 were requested"):
         SEQUENCES["vision"](9)
-    with pytest.raises(LimpetError, match="scenario must be one of task here"):
+    with pytest.raises(LimpetError, match="scenario must be one of task for this sequence"):
         SEQUENCES["vision"](scenario="class")
     with pytest.raises(LimpetError, match="did you mean 'split-mnist'"):
         SEQUENCES["splitmnist"]

@@ -1,4 +1,4 @@
-"""Runs and sweeps whose process is killed with SIGKILL, at moments that nobody chose, go on to the same bits."""
+"""Test that runs and sweeps killed with SIGKILL at random times resume with bit-identical results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the live panel shows is what the run knows."""
+"""Test that the live display shows the state of the run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_panel_shows_accuracies_and_the_forecast_of_every_layer(tmp_path: Pa
         assert re.search(rf"{re.escape(name)}.*{value:.4f} nats", text)
     for name, accuracy in zip(record.names, record.accuracy[1][:2], strict=False):  # task 3 is being learned
         assert re.search(rf"{re.escape(name)} .*{accuracy:.1f} %", text)
-    assert f"lose {glance.forecast:.4f} nats" in text and f"penalty {glance.penalty:.4f}" in text
+    assert f"rises by {glance.forecast:.4f} nats" in text and f"penalty {glance.penalty:.4f}" in text
     assert ("of the budget of 0.02" in text) is (budget is not None)
     if budget is not None:
         assert 0.5 * budget < glance.forecast <= 1.01 * budget

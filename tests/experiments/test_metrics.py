@@ -1,4 +1,4 @@
-"""Metrics against numbers worked out by hand, and learning rates against the paper's words."""
+"""Test metrics against hand-computed values and learning-rate schedules against the paper."""
 
 from __future__ import annotations
 

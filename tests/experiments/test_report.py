@@ -1,4 +1,4 @@
-"""Figures and tables say what the records say."""
+"""Test that figures and tables reproduce the run records."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_report_writes_everything_and_again_from_its_own_records(tmp_path: Path)
     page.parent.mkdir(parents=True)
     page.write_text("Before.\n\n<!-- table -->\nold\n<!-- /table -->\n\nAfter.\n")
     written = report([runs], out)
-    assert len(list((page.parent / "runs").iterdir())) == len(some_records())
-    for name in ("accuracy.png", "accuracy.svg", "strength.png", "strengths.png", "table.md"):
+    assert len((page.parent / "runs.jsonl").read_text().splitlines()) == len(some_records())
+    for name in ("runs.jsonl", "accuracy.png", "strength.png", "strengths.png", "table.md"):
         assert page.parent / name in written
     assert "old" not in page.read_text() and page.read_text().startswith("Before.") and "After." in page.read_text()
     summary = json.loads((out / "summary.json").read_text())["permuted-mnist-3"]
@@ -114,6 +114,23 @@ def test_report_writes_everything_and_again_from_its_own_records(tmp_path: Path)
     assert after == before
 
 
+def test_results_of_the_older_form_are_read_and_become_one_file(tmp_path: Path) -> None:
+    out, place = tmp_path / "results", tmp_path / "results" / "permuted-mnist-3"
+    report([write(tmp_path / "runs", some_records())], out)
+    lines = (place / "runs.jsonl").read_text().splitlines()
+    before = {path.name: path.read_bytes() for path in place.iterdir()}
+    (place / "runs").mkdir()
+    for number, line in enumerate(lines):
+        (place / "runs" / f"{number}.json").write_text(line)
+    (place / "runs.jsonl").unlink()
+    report([out], out)
+    assert not list((place / "runs").iterdir())
+    assert {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()} == before
+    (place / "runs.jsonl").write_text(lines[0] + "\n{broken\n")
+    with pytest.raises(LimpetError, match=r"runs\.jsonl, line 2 is not a valid run record"):
+        report([out], out)
+
+
 def test_runs_are_added_to_results_and_newer_ones_replace_older(tmp_path: Path) -> None:
     out = tmp_path / "results"
     first, again = record("si", None, 1.0, 0), record("si", None, 1.0, 0, shift=-20.0)
@@ -123,7 +140,7 @@ def test_runs_are_added_to_results_and_newer_ones_replace_older(tmp_path: Path) 
     report([write(tmp_path / "again", [again])], out)
     summary = json.loads((out / "summary.json").read_text())["permuted-mnist-3"]
     assert summary["si"]["seeds"] == [63.0] and summary["joint"]["seeds"] == [83.0]
-    assert len(list((out / "permuted-mnist-3" / "runs").iterdir())) == 2
+    assert len((out / "permuted-mnist-3" / "runs.jsonl").read_text().splitlines()) == 2
 
 
 def test_table(tmp_path: Path) -> None:
@@ -164,8 +181,8 @@ def test_what_is_not_a_record_is_said(tmp_path: Path) -> None:
     with pytest.raises(LimpetError, match="recipe: Field required"):
         gather([tmp_path])
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(LimpetError, match="is not a record of a run"):
+    with pytest.raises(LimpetError, match="is not a valid run record"):
         load_record(tmp_path / "run.json")
     (tmp_path / "run.json").unlink()
-    with pytest.raises(LimpetError, match="no finished run below"):
+    with pytest.raises(LimpetError, match="no finished runs found in"):
         gather([tmp_path])

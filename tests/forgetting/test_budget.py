@@ -1,4 +1,4 @@
-"""Budgets, held against the optimum of constrained problems that have one."""
+"""Budgets, compared with the exact optimum of constrained problems."""
 
 from __future__ import annotations
 

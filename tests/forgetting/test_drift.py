@@ -1,4 +1,4 @@
-"""Drift: KL(before || now), measured on a probe, held against the divergence written out."""
+"""Drift, KL(before || now) on a probe, compared with an explicit computation of the divergence."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_a_probe_that_cannot_be_made_leaves_the_memory_as_it_was() -> None:
     model, x = net(), inputs()
     memory = limpet.OnlineLaplace(model)
     forward = lambda m, batch: (m(batch[0]), batch[1])  # noqa: E731
-    with pytest.raises(UnsupportedError, match="keeps tensors, numbers and words"):
+    with pytest.raises(UnsupportedError, match="store only tensors, numbers and strings"):
         memory.consolidate([(x, torch.zeros(50).long(), object())], forward=forward, probe=5, progress=False)
     assert memory.tasks == 0 and not memory.probes
     with pytest.raises(ValueError, match="at most 1000"):
@@ -295,7 +295,7 @@ def test_what_stands_in_the_way_of_a_probe_is_said() -> None:
     moved(model)
     with pytest.raises(LimpetError, match="moved since"):
         memory.add_probe(data)
-    with pytest.raises(UnsupportedError, match="keeps no probe"):
+    with pytest.raises(UnsupportedError, match="does not support probe="):
         limpet.SynapticIntelligence(model).consolidate(probe=3)
     with pytest.raises(ValueError, match="probe"):
         memory.consolidate(data, probe=0, progress=False)
@@ -307,7 +307,7 @@ def test_a_new_head_is_noticed_and_the_old_one_can_be_given() -> None:
     memory.consolidate([(x, torch.zeros(50).long())], probe=50, progress=False)
     head, before = model[2], model(x).detach()
     model[2] = nn.Linear(8, 3).double()
-    with pytest.warns(LimpetWarning, match=r"does not hold \(such as 2\.bias\)"):
+    with pytest.warns(LimpetWarning, match=r"not covered by the memory \(such as 2\.bias\)"):
         memory.drift()
     forward = lambda m, batch: head(m[1](m[0](batch[0])))  # noqa: E731
     assert float(memory.drift(forward=forward)) == 0

@@ -1,4 +1,4 @@
-"""What the memory says of the rise of a loss, held against the rise itself."""
+"""Predicted increases of the loss, compared with the measured increases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from limpet.errors import LimpetError, MemoryFileError, UnsupportedError
 from limpet.forgetting.loss_curve import EXPECTED, KEPT, MARGIN, Curve, TaskHistory
 from limpet.forgetting.measurement import LEAST, RISES, SURE, LossProbe, along_gradient, measure, step_for_rise
 from limpet.likelihoods import Categorical
-from limpet.posterior.perturbation import by_parameter, places
+from limpet.posterior.perturbation import block_perturbations, by_parameter
 from reference import dense_fisher
 from reference import measure as measured_fisher
 from states import changed
@@ -101,7 +101,7 @@ def test_points_are_the_dense_quadratic_and_the_loss_at_the_pushed_weights(struc
     curve = measure(memory.posterior, fisher, Categorical(), None, seed=5)
     again = measure(memory.posterior, fisher, Categorical(), None, seed=5)
     assert curve == again
-    blocks = places(memory.posterior, fisher)
+    blocks = block_perturbations(memory.posterior, fisher)
     weights = dict(model.named_parameters())
     rows = torch.cat([batch[0] for batch in fisher.first.take(len(x))])
     assert torch.equal(rows, x) and len(x) <= LEAST
@@ -137,7 +137,7 @@ def test_pushes_have_the_stated_covariance(structure: str) -> None:
     memory = limpet.OnlineLaplace(model, structure=structure, strength=2.0, prior_precision=0.5)
     fisher = measured_fisher(memory.model, [(x, y)], Categorical(), structure)
     memory._settle([fisher], None)
-    block = places(memory.posterior, fisher)[0]
+    block = block_perturbations(memory.posterior, fisher)[0]
     held = next(iter(memory.posterior.held.values()))
     generator = torch.Generator().manual_seed(0)
     many = torch.stack([block.push(0.3, generator).flatten() for _ in range(4000)])
@@ -156,7 +156,7 @@ def test_the_fisher_of_the_curve_is_that_of_the_task() -> None:
     memory.consolidate([(2 * x, y)])
     fisher = measured_fisher(memory.model, [(x, y)], Categorical(), "dense")
     memory._settle([fisher], None)
-    for block, held in zip(places(memory.posterior, fisher), memory.posterior.held.values(), strict=True):
+    for block, held in zip(block_perturbations(memory.posterior, fisher), memory.posterior.held.values(), strict=True):
         z = torch.randn(block.precision.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         F = dense_fisher(memory.model, held.block, x, y, Categorical())
         assert block.rise(z) == pytest.approx(float(z.flatten() @ F @ z.flatten()) / 2, rel=1e-3)
@@ -184,7 +184,7 @@ def test_the_way_to_new_labels_is_the_inverse_of_the_dense_precision(structure: 
     wanted = torch.autograd.grad(-nn.functional.cross_entropy(model(x), labels), list(model.parameters()))
     for (name, _), part in zip(model.named_parameters(), wanted, strict=True):
         assert torch.allclose(gradient[name], part)
-    blocks = places(memory.posterior, fisher)
+    blocks = block_perturbations(memory.posterior, fisher)
     solved = []
     for held in memory.posterior.held.values():
         precision = held.precision.eigenbasis if structure == "kronecker-sum" else held.precision  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Repair of whole networks: held against the minimiser of the two dense quadratics, block by block."""
+"""Repair of whole networks, compared with the minimizer of the two dense quadratics, block by block."""
 
 from __future__ import annotations
 
@@ -338,11 +338,11 @@ def test_the_table_shows_what_was_measured_and_leaves_the_model() -> None:
 
 def test_what_cannot_be_repaired_says_why() -> None:
     model, memory, before = tuned()
-    with pytest.raises(LimpetError, match="give one of them"):
+    with pytest.raises(LimpetError, match="pass only one of them"):
         limpet.repair(model, memory, data(2), strength=1.0, tolerance=0.1)
     with pytest.raises(LimpetError, match="no probe"):
         limpet.repair(model, memory, data(2), budget=0.1)
-    with pytest.raises(LimpetError, match="knows no task yet"):
+    with pytest.raises(LimpetError, match="no consolidated task"):
         limpet.repair(model, limpet.OnlineLaplace(model), data(2))
     with pytest.raises(UnsupportedError, match="measures no curvature"):
         limpet.repair(model, limpet.SynapticIntelligence(model), data(2))

@@ -1,4 +1,4 @@
-"""Repair of models that were tuned by low-rank adapters: the repaired change goes back into the adapters."""
+"""Repair of models tuned with low-rank adapters: the repaired update is written back to the adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The callbacks, in the trainers they are for."""
+"""Tests of the callbacks for the trainers of transformers, trl and Lightning."""
 
 from __future__ import annotations
 

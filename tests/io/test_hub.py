@@ -1,4 +1,4 @@
-"""Memories of published models: made by the command, found in folders and over HTTP."""
+"""Tests of the Hub integration: memories from the command line, loaded from folders and over HTTP."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_the_command_on_two_processes_makes_the_same_memory(published: Path, tmp
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--dtype", "int8"), "--dtype is one of float32, bfloat16"),
+        (("--dtype", "int8"), "--dtype must be one of float32, bfloat16"),
         (("--length", "5000"), "smaller --length"),
     ],
 )
@@ -148,7 +148,7 @@ def test_texts_come_from_files_folders_and_columns(published: Path) -> None:
     assert len(list(causal_lm.iter_texts(str(published / "three.csv")))) == 19
     in_folder = list(causal_lm.iter_texts(str(published)))
     assert len(in_folder) >= 19 + 2
-    with pytest.raises(LimpetError, match="no data set that could be read"):
+    with pytest.raises(LimpetError, match="not a dataset that can be loaded"):
         list(causal_lm.iter_texts("nobody/has-this-set"))
 
 
@@ -215,5 +215,5 @@ def test_a_memory_is_found_by_the_name_of_its_model(endpoint: str, tmp_path: Pat
 
 def test_a_table_without_a_text_column_says_so(tmp_path: Path) -> None:
     (tmp_path / "reviews.csv").write_text("label,review\n1,good\n")
-    with pytest.raises(LimpetError, match="""has no column "text", but 'label', 'review'"""):
+    with pytest.raises(LimpetError, match="""has no column "text", only 'label', 'review'"""):
         list(causal_lm.iter_texts(str(tmp_path / "reviews.csv")))

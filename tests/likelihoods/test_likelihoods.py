@@ -1,4 +1,4 @@
-"""Roots against the Hessian that autograd finds, sampled ones in expectation."""
+"""Likelihoods: exact roots against the Hessian computed by autograd, sampled roots in expectation."""
 
 from __future__ import annotations
 

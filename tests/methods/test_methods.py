@@ -1,4 +1,4 @@
-"""Each method against its formula written out by hand."""
+"""Each method against a direct implementation of its formula."""
 
 from __future__ import annotations
 
@@ -401,7 +401,7 @@ def test_heads_that_go_or_grow() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[1] = nn.Linear(5, 6).double()
     known = dict(memory.posterior.held)
-    with pytest.raises(LimpetError, match=r"was \(3, 5\) .* is \(6, 5\) .*exclude=\['1'\]"):
+    with pytest.raises(LimpetError, match=r"had shape \(3, 5\) .* has shape \(6, 5\).*exclude=\['1'\]"):
         memory.protect(optimizer, examples=20)
     assert memory.posterior.held == known
     del model[1]

@@ -1,4 +1,4 @@
-"""Memory files of every released format load, for ever, and say what they said when they were written."""
+"""Memory files of every released format keep loading, with the same content as when they were written."""
 
 from __future__ import annotations
 

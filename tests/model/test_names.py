@@ -1,4 +1,4 @@
-"""Names of parameters, whatever is put around their modules."""
+"""Parameter names do not depend on the wrappers around modules."""
 
 from __future__ import annotations
 

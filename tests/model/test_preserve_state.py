@@ -1,4 +1,4 @@
-"""Whatever is called, the model and the random state are bit-equal afterwards."""
+"""Calls to a memory leave the model and the random states bit-identical."""
 
 from __future__ import annotations
 

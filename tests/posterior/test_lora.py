@@ -1,4 +1,4 @@
-"""Low-rank adapters: what is held is the change of the whole weight."""
+"""Low-rank adapters: the penalty applies to the change of the effective weight."""
 
 from __future__ import annotations
 

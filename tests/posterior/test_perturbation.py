@@ -1,4 +1,4 @@
-"""Curvature around the mode: the draws are where they should be, and what is measured there is the mean over them."""
+"""Curvature around the mode: the distribution of the perturbations, and the Fisher averaged over them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from limpet.curvature.checkpoint import fingerprint
 from limpet.errors import LimpetError
 from limpet.likelihoods import Categorical
 from limpet.model import discover
-from limpet.posterior.perturbation import Surroundings, surroundings
+from limpet.posterior.perturbation import WeightPerturbation, weight_perturbation
 from limpet.precision import DiagonalTerm
 from reference import close, dense_fisher, measure
 from states import changed
@@ -26,9 +26,9 @@ from states import changed
 STRUCTURES = ["diagonal", "kronecker", "kronecker-sum", "dense"]
 
 
-def around(memory: limpet.OnlineLaplace, x: Any, y: Any, rise: float) -> tuple[Surroundings, Any]:
+def around(memory: limpet.OnlineLaplace, x: Any, y: Any, rise: float) -> tuple[WeightPerturbation, Any]:
     look = measure(memory.model, [(x, y)], Categorical(), memory.structure)
-    found = surroundings(memory.posterior, look, memory.strength, rise, seed=3)
+    found = weight_perturbation(memory.posterior, look, memory.strength, rise, seed=3)
     assert found is not None
     return found, look
 
@@ -49,7 +49,7 @@ def test_draws_have_the_stated_covariance() -> None:
     model, x, y = networks.build("linear")
     memory = limpet.OnlineLaplace(model, structure="dense", strength=2.0, prior_precision=0.5)
     found, _ = around(memory, x, y, 1e-3)
-    for place in found.places:
+    for place in found.block_perturbations:
         n = place.precision.shape.numel()
         # L / T + I / v, with L = prior + strength F written out
         F = dense_fisher(memory.model, place.block, x, y, Categorical())
@@ -83,7 +83,7 @@ def test_the_smoothed_fisher_is_the_sum_of_dense_fishers_at_the_draws(name: str)
     memory = limpet.OnlineLaplace(model, structure="diagonal", smoothing=1e-3, seed=7)
     memory.consolidate(batches)
     look = measure(model, batches, Categorical())
-    found = surroundings(limpet.OnlineLaplace(model, structure="diagonal").posterior, look, 1.0, 1e-3, seed=7)
+    found = weight_perturbation(limpet.OnlineLaplace(model, structure="diagonal").posterior, look, 1.0, 1e-3, seed=7)
     assert found is not None
     for held in memory.posterior.held.values():
         expected = sum(

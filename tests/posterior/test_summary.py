@@ -1,4 +1,4 @@
-"""The report names every parameter, and says out loud what is not protected."""
+"""The report lists every parameter, and warnings name what is not protected."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_what_is_measured_directly_is_said() -> None:
     memory = limpet.OnlineLaplace(net)
     memory.consolidate([(x, y)])
     notes = {row.name: row.note for row in memory.report().rows}
-    assert "not seen by any layer class" in notes["attention.out_proj.weight"]
-    assert "not seen by any layer class" in notes["attention.in_proj_weight"]
+    assert "not supported by any layer class" in notes["attention.out_proj.weight"]
+    assert "not supported by any layer class" in notes["attention.in_proj_weight"]
     assert notes["last.weight"] == "linear"
 
 

@@ -1,4 +1,4 @@
-"""The path between two curvatures, held against the minimiser of the two dense quadratics."""
+"""Tests of the path between two curvatures, against the minimiser of the two dense quadratics."""
 
 from __future__ import annotations
 

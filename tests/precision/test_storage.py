@@ -1,4 +1,4 @@
-"""Bases that lie in half the bytes, or off the device, while nobody uses them."""
+"""Tests of eigenbases stored in half precision or offloaded to the CPU between uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every verb of every structure, held against the dense matrix."""
+"""Tests of every method of every precision structure, against the dense matrix."""
 
 from __future__ import annotations
 
@@ -353,9 +353,9 @@ def test_zero_and_rank_deficient_factors(structure: str) -> None:
     v = torch.randn(shape)
     close(precision.apply(v), 2 * v, 1e-6)
     close(precision.solve(v), v / 2, 1e-6)
-    lora_penalties = precision.add(random_term(structure, shape, seed=2, rank=1), 1.0)
-    close(lora_penalties.solve(lora_penalties.apply(v)), v, 1e-4)
-    assert torch.isfinite(lora_penalties.log_determinant())
+    rank_one = precision.add(random_term(structure, shape, seed=2, rank=1), 1.0)
+    close(rank_one.solve(rank_one.apply(v)), v, 1e-4)
+    assert torch.isfinite(rank_one.log_determinant())
 
 
 def test_badly_scaled_factors_keep_their_digits() -> None:
@@ -396,3 +396,12 @@ def test_what_cannot_be_right_is_refused() -> None:
         other = "dense" if structure == "diagonal" else "diagonal"
         with pytest.raises(TypeError, match="takes a"):
             STARTS[structure](shape, 1.0, SINGLE).add(random_term(other, shape, 1), 1.0)
+
+
+@pytest.mark.parametrize("structure", STARTS)
+def test_a_singular_precision_cannot_be_sampled(structure: str) -> None:
+    shape = torch.Size([3, 4])
+    precision = STARTS[structure](shape, 0.0, SINGLE).add(random_term(structure, shape, seed=0, rank=1), 1.0)
+    if structure != "diagonal":  # whose one term already has every entry
+        with pytest.raises(LimpetError, match="prior_precision > 0"):
+            precision.sample()

@@ -1,4 +1,4 @@
-"""What the memory is unsure of, held against the Jacobian and the dense precision, and against laplace-torch."""
+"""Posterior predictive, compared with the explicit Jacobian and dense precision, and with laplace-torch."""
 
 from __future__ import annotations
 

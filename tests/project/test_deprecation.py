@@ -29,7 +29,7 @@ def memory() -> limpet.OnlineLaplace:
 def test_a_module_is_found_under_its_old_name(old: str) -> None:
     sys.modules.pop(old, None)
     new, names = MODULES[old]
-    with pytest.warns(DeprecationWarning, match=f"{old} is now called {new}"):
+    with pytest.warns(DeprecationWarning, match=f"{old} is deprecated: use {new}"):
         found = importlib.import_module(old)
     target = importlib.import_module(new)
     for name in names:
@@ -45,23 +45,23 @@ def test_old_imports_read_as_they_did() -> None:
         from limpet.language import remember  # type: ignore[import-not-found]
         from limpet.parallel import Shared  # type: ignore[import-not-found]
     assert remember.__name__ == "consolidate_lm" and Shared.__name__ == "ReplicatedBatches"
-    with pytest.warns(DeprecationWarning, match=r"limpet\.Several is now called limpet\.MultiOutput"):
+    with pytest.warns(DeprecationWarning, match=r"limpet\.Several is deprecated: use limpet\.MultiOutput"):
         assert limpet.Several is limpet.MultiOutput
     with pytest.raises(AttributeError, match="nothing_like_it"):
         limpet.nothing_like_it  # noqa: B018
 
 
 def test_old_arguments_do_what_they_did(memory: limpet.OnlineLaplace) -> None:
-    with pytest.warns(DeprecationWarning, match="max_side= is now called max_factor_size="):
+    with pytest.warns(DeprecationWarning, match="max_side= is deprecated: use max_factor_size="):
         assert limpet.OnlineLaplace(nn.Linear(3, 2), max_side=2).posterior.structure.max_factor_size == 2
-    with pytest.warns(DeprecationWarning, match="at_rest= is now called storage_dtype="):
+    with pytest.warns(DeprecationWarning, match="at_rest= is deprecated: use storage_dtype="):
         assert limpet.PerTaskLaplace(nn.Linear(3, 2), at_rest="float16").posterior.structure.rest.dtype == "float16"
-    with pytest.warns(DeprecationWarning, match="how= is now called link_approximation="):
+    with pytest.warns(DeprecationWarning, match="how= is deprecated: use link_approximation="):
         old = memory.predictive(X, how="probit")
     assert torch.equal(old, memory.predictive(X, link_approximation="probit"))
     with pytest.warns(DeprecationWarning, match="max_side"):
         assert plan(nn.Linear(3, 2), max_side=2).rows == plan(nn.Linear(3, 2), max_factor_size=2).rows
-    with pytest.raises(TypeError, match="give one of them"):
+    with pytest.raises(TypeError, match="pass only max_factor_size="):
         limpet.OnlineLaplace(nn.Linear(3, 2), max_side=2, max_factor_size=3)
 
 

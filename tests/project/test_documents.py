@@ -48,3 +48,30 @@ def test_the_forms_have_what_the_tracker_needs() -> None:
         assert len(set(fields)) == len(fields) >= 3
         assert all(field["type"] == "textarea" and field["attributes"]["label"] for field in form["body"])
         assert any(field.get("validations", {}).get("required") for field in form["body"])
+
+
+def prose(text: str) -> list[str]:
+    """The lines of a page outside code blocks, tables and comments."""
+    lines, fenced = [], False
+    for line in text.splitlines():
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif (
+            not fenced
+            and not line.startswith("    ")
+            and not line.lstrip().startswith(("|", "<!--", "#", "$$", "--8<--"))
+        ):
+            lines.append(line)
+    return lines
+
+
+WRITTEN = [page for page in PAGES if page != ROOT / "results" / "peers" / "README.md"]  # its lists are generated
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_prose_is_wrapped(page: Path) -> None:
+    def atoms(line: str) -> list[str]:  # a code span or a link is not broken
+        return re.sub(r"`[^`]*`|\[[^]]*\]\([^)]*\)|\$[^$]*\$", lambda span: "x" * len(span[0]), line).split()
+
+    long = [line for line in prose(page.read_text()) if len(line) > 120]
+    assert [line for line in long if max(map(len, atoms(line))) < 60] == []

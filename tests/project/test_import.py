@@ -50,6 +50,7 @@ def test_no_extra_is_imported() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 def test_it_takes_hardly_longer_than_torch() -> None:
     def seconds(name: str) -> float:
         return float(

@@ -9,6 +9,7 @@ from conftest import benchmark
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 def test_overhead_stays_within_its_bounds() -> None:
     overhead = benchmark("overhead")
     threads = torch.get_num_threads()

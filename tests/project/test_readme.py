@@ -19,6 +19,11 @@ import limpet
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+PAGES = [
+    README,
+    *(ROOT / "docs" / f"{name}.md" for name in ("options", "language-models", "many-processes", "experiments")),
+]
+TEXT = "\n".join(page.read_text() for page in PAGES)
 PROCESSES = """
 import sys
 import torch, limpet
@@ -45,16 +50,21 @@ torch.distributed.destroy_process_group()
 
 
 def marked(name: str) -> str:
-    """The one block of the README that is marked so."""
-    (code,) = re.findall(rf"<!-- tested: {name} -->\n```python\n(.*?)```", README.read_text(), flags=re.S)
+    """The one block of the README, or of the pages that it leads to, that is marked so."""
+    (code,) = re.findall(rf"<!-- tested: {name} -->\n```python\n(.*?)```", TEXT, flags=re.S)
     return str(code)
 
 
 def test_every_block_is_run_by_something() -> None:
-    blocks = re.findall(r"(<!-- tested: \w+ -->\n)?```(\w+)\n(.*?)```", README.read_text(), flags=re.S)
+    blocks = re.findall(r"(<!-- tested: \w+ -->\n)?```(\w+)\n(.*?)```", TEXT, flags=re.S)
     assert len(blocks) >= 6
     for mark, language, code in blocks:
         assert mark or (language == "python" and code.startswith(">>> ")) or language == "bash"
+
+
+def test_it_is_short() -> None:
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 130 and max(map(len, lines)) <= 120
 
 
 def fit(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
@@ -139,8 +149,8 @@ def test_commands_are_such() -> None:
     commands = typer.main.get_command(app).commands
     lines = [
         line
-        for block in re.findall(r"```bash\n(.*?)```", README.read_text(), flags=re.S)
-        for line in block.splitlines()
+        for block in re.findall(r"```bash\n(.*?)```", TEXT, flags=re.S)
+        for line in block.replace("\\\n", " ").splitlines()
     ]
     found = [shlex.split(line, comments=True) for line in lines if line.startswith("limpet ")]
     assert {words[1] for words in found} >= {"run", "sweep", "report", "consolidate", "repair", "drift"}

@@ -16,7 +16,7 @@ def test_the_tables_are_those_of_the_records() -> None:
     assert len(found) >= 5
     text = PAGE.read_text()
     for table in found:
-        assert table in text, "python benchmarks/repair_figures.py prints the tables"
+        assert table in text, "python -m benchmarks repair_figures prints the tables"
 
 
 def test_mnist_comes_back_in_every_case() -> None:

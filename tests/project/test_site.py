@@ -22,6 +22,7 @@ PAGES = [
     *("tutorials/index", "tutorials/own_loop", "tutorials/vision", "tutorials/language", "tutorials/processes"),
     *("tutorials/strength", "api/index", "api/methods", "api/files", "api/likelihoods", "api/parallel"),
     *("api/integrations", "api/plan", "results/index", "results/permuted-mnist-50/index", "results/language/index"),
+    *("quickstart", "options", "language-models", "many-processes", "experiments", "glossary", "find-your-way"),
     *("decisions/index", "decisions/0008-measured-rise", "CHANGELOG", "CONTRIBUTING", "examples/index"),
 ]
 
@@ -48,7 +49,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs")
     out = tmp_path_factory.mktemp("site")
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
     assert built.returncode == 0, built.stdout + built.stderr
     assert "WARNING" not in built.stderr

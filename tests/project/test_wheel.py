@@ -71,7 +71,7 @@ def test_the_first_lines_of_the_readme_run_in_an_empty_environment(built: Path, 
     install += ["-c", ROOT / ".ci" / "constraints.txt", wheel(built)]
     done = subprocess.run(install, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    command = [python, "-I", "-c", README_LINES, ROOT / "README.md"]
+    command = [python, "-I", "-c", README_LINES, ROOT / "docs" / "quickstart.md"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout.splitlines()[-1])

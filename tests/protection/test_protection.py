@@ -1,4 +1,4 @@
-"""Training under `protect`: the fixed point, and every way into a step, against loops written by hand."""
+"""Training under `protect`: fixed points, and every kind of optimizer step, compared with hand-written loops."""
 
 from __future__ import annotations
 

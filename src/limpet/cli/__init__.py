@@ -1,8 +1,8 @@
-"""The command line: `limpet run`, `sweep`, `report`, `list`, `consolidate`, `repair`, `drift`, `inspect` and `plan`."""
+"""Command line: `limpet run`, `sweep`, `report`, `list`, `consolidate`, `inspect`, `plan`, `repair` and `drift`."""
 
 from limpet.cli.base import app, console, main
 
 # isort: split
-from limpet.cli import experiments, memories, repair  # after `base`, which says what to install where it is missing
+from limpet.cli import experiments, memories, repair  # after `base`, which reports missing extras
 
 __all__ = ["app", "console", "experiments", "main", "memories", "repair"]

@@ -1,4 +1,4 @@
-"""What all commands share, and the way in."""
+"""Typer application, shared options and entry point of the command line."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ try:
     import typer
     from rich.console import Console
     from rich.markup import escape
-except ImportError as missing:  # the core is installed without the extra
-    sys.exit(f"limpet: the command line needs {missing.name}: pip install 'limpet[experiments]'")
+except ImportError as missing:  # limpet was installed without the extra
+    sys.exit(f"limpet: the command line requires {missing.name}: pip install 'limpet[experiments]'")
 
 app = typer.Typer(
-    help="Networks that learn new things without forgetting the old ones: experiments, and memories of models.",
+    help="Continual learning with Laplace approximations: run experiments, protect models and repair fine-tuned ones."
+    "\n\nA memory is a file that summarizes what a model has learned. `limpet consolidate` builds one for a language "
+    "model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -25,17 +27,20 @@ app = typer.Typer(
 )
 console = Console()
 
-Structure = Annotated[str | None, typer.Option(help="kronecker, diagonal, kronecker-sum or dense.")]
+Structure = Annotated[
+    str | None, typer.Option(help="Curvature structure: kronecker (default), diagonal, kronecker-sum or dense.")
+]
 
 
 def _one_line(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Print a warning as a single line on stderr."""
     Console(stderr=True).print(
-        f"[yellow]note:[/yellow] {escape(str(message).removeprefix('limpet: '))}", highlight=False
+        f"[yellow]warning:[/yellow] {escape(str(message).removeprefix('limpet: '))}", highlight=False
     )
 
 
 def main() -> None:
-    """The entry point: every error that limpet raises on purpose is one line."""
+    """Run the command line, reporting expected errors as a single line with exit status 2."""
     warnings.simplefilter("once", LimpetWarning)
     warnings.showwarning = _one_line
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

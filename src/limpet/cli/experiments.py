@@ -1,4 +1,4 @@
-"""`limpet run`, `sweep`, `report` and `list`: the experiments."""
+"""Experiment commands: `limpet run`, `sweep`, `report` and `list`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,48 @@ from limpet.errors import LimpetError
 if TYPE_CHECKING:
     from limpet.experiments import Preset, Recipe
 
-Experiment = Annotated[str, typer.Argument(help="A task sequence: `limpet list` shows them.")]
-Method = Annotated[str | None, typer.Option(help="What is done against forgetting: `limpet list` shows them.")]
-Tasks = Annotated[int | None, typer.Option(help="How many tasks, where the sequence leaves it open.")]
-Scenario = Annotated[str | None, typer.Option(help="task, domain or class, for split sequences.")]
-Strength = Annotated[
-    str | None, typer.Option(help="What the Fisher is multiplied by (for si: its c); auto: what the memory measured.")
+Experiment = Annotated[str, typer.Argument(help="Task sequence to learn; see `limpet list`.")]
+Method = Annotated[
+    str | None, typer.Option(help="Continual-learning method; see `limpet list`. Defaults to online-laplace.")
 ]
-Epochs = Annotated[int | None, typer.Option(help="Epochs a task.")]
-Seeds = Annotated[list[int], typer.Option("--seed", min=0, help="Repeat the option for several seeds.")]
-PresetName = Annotated[str | None, typer.Option("--preset", help="'paper' for the paper's settings, or a YAML file.")]
-Settings = Annotated[list[str], typer.Option("--set", help="Any setting of a recipe: --set training.lr=0.1")]
-Files = Annotated[list[Path], typer.Option("--with", help="A Python file that registers methods, tasks or networks.")]
-Threads = Annotated[int | None, typer.Option(help="Threads of one run.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on where it stopped.")]
+Tasks = Annotated[int | None, typer.Option(help="Number of tasks to learn. Defaults to the preset's.")]
+Scenario = Annotated[
+    str | None,
+    typer.Option(help="Scenario of split-mnist and split-cifar10: task, domain or class; see `limpet list`."),
+]
+Strength = Annotated[
+    str | None,
+    typer.Option(
+        help="Factor by which the Fisher of each task is multiplied (for si: the constant c), or 'auto' to choose it "
+        "from measured loss curves. Larger values protect more. Defaults to the preset's."
+    ),
+]
+Epochs = Annotated[int | None, typer.Option(help="Number of epochs per task. Defaults to the preset's.")]
+Seeds = Annotated[
+    list[int], typer.Option("--seed", min=0, help="Random seed. Can be used multiple times, for one run each.")
+]
+PresetName = Annotated[
+    str | None,
+    typer.Option(
+        "--preset",
+        help="Preset to use: 'paper' for the paper's settings, or a path to a YAML file. "
+        "Defaults to the preset named after the experiment.",
+    ),
+]
+Settings = Annotated[
+    list[str],
+    typer.Option(
+        "--set", help="Override a setting of the preset, e.g. --set training.lr=0.1. Can be used multiple times."
+    ),
+]
+Files = Annotated[
+    list[Path],
+    typer.Option(
+        "--with", help="Python file that registers custom methods, tasks or networks. Can be used multiple times."
+    ),
+]
+Threads = Annotated[int | None, typer.Option(help="Number of CPU threads. Defaults to PyTorch's setting.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in the output folder.")]
 
 
 @app.command("run")
@@ -50,13 +78,14 @@ def run_command(
     files: Files = [],  # noqa: B006
     threads: Threads = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the run; by default runs/EXPERIMENT/METHOD/seedN.")
+        Path | None, typer.Option(help="Output folder of the run. Defaults to runs/EXPERIMENT/METHOD/seedN.")
     ] = None,
     resume: Resume = False,
-    checkpoint_seconds: Annotated[float, typer.Option(help="The most that a kill can cost.")] = 20,
+    checkpoint_seconds: Annotated[float, typer.Option(help="Minimum number of seconds between checkpoints.")] = 20,
 ) -> None:
-    """Learn a sequence of tasks with one method, and write a folder with everything that came of it.
+    """Train on a sequence of tasks with one method and save metrics, memory, model and logs to a folder.
 
+    Examples:
     limpet run permuted-mnist --method online-laplace --structure kronecker --seed 0 --seed 1
     """
     from limpet.experiments import run
@@ -67,7 +96,7 @@ def run_command(
         experiment, method, structure, tasks, scenario, strength, epochs, preset, setting, files, threads
     )
     if out is not None and len(seed) > 1:
-        raise LimpetError("--out is the folder of one run: leave it out where there are several seeds")
+        raise LimpetError("--out names the folder of a single run: omit it when --seed is given more than once")
     for number in seed:
         recipe = chosen.model_copy(update={"seed": number})
         folder = out or _folder(recipe, words) / f"seed{number}"
@@ -90,24 +119,32 @@ def sweep_command(
     setting: Settings = [],  # noqa: B006
     files: Files = [],  # noqa: B006
     grid: Annotated[
-        list[str], typer.Option(help="Values to try: --grid memory.strength=1,3,10; by default the preset's.")
+        list[str],
+        typer.Option(
+            help="Values to try, e.g. --grid memory.strength=1,3,10. Can be used multiple times. "
+            "Defaults to the grid of the preset."
+        ),
     ] = [],  # noqa: B006
     scheduler: Annotated[
-        str, typer.Option(help="grid (every trial to its end) or asha (stop the poor ones).")
+        str,
+        typer.Option(help="Trial scheduler: grid (run every trial to completion) or asha (stop poor trials early)."),
     ] = "grid",
-    cpus: Annotated[int, typer.Option(help="Processors of one trial.")] = 1,
-    gpus: Annotated[float, typer.Option(help="GPUs of one trial.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder of the sweep; by default under runs/sweeps/.")] = None,
+    cpus: Annotated[int, typer.Option(help="Number of CPUs per trial.")] = 1,
+    gpus: Annotated[float, typer.Option(help="Number of GPUs per trial; may be fractional.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Output folder of the sweep. Defaults to a folder in runs/sweeps/.")
+    ] = None,
     resume: Resume = False,
 ) -> None:
-    """Try every combination of a grid on Ray Tune, and name the best.
+    """Search a grid of settings with Ray Tune and report the best combination.
 
+    Examples:
     limpet sweep disjoint-mnist --structure diagonal --seed 0 --seed 1
     """
     from limpet.experiments.sweep import ended, plan, sweep
 
     if scheduler not in ("grid", "asha"):
-        raise LimpetError(f"--scheduler is grid or asha, not {scheduler!r}")
+        raise LimpetError(f"--scheduler must be 'grid' or 'asha', not {scheduler!r}")
     chosen, source, words = _recipe(
         experiment, method, structure, tasks, scenario, None, epochs, preset, setting, files, cpus
     )
@@ -115,7 +152,7 @@ def sweep_command(
     folder = out or Path("runs") / "sweeps" / _folder(chosen, words).relative_to("runs")
     trials = plan(chosen, values, seed, folder)
     console.print(f"{len(trials)} trials: {', '.join(f'{k} in {v}' for k, v in values.items())}, seeds {seed}")
-    columns = (TextColumn("trials ended"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("trials finished"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         shown = bar.add_task("trials", total=len(trials))
         with _every_second(lambda: bar.update(shown, completed=ended(trials))):
@@ -129,17 +166,20 @@ def sweep_command(
         table.add_row(*map(str, outcome.settings.values()), score, f"{len(outcome.scores)} of {len(seed)}", style=style)
     console.print(table)
     if result.measured == "test":
-        console.print("[dim]chosen by test accuracy; --set training.validation=10000 holds data out to choose by[/dim]")
+        console.print(
+            "[dim]selected by test accuracy; use --set training.validation=10000 to select on held-out data[/dim]"
+        )
     console.print(f"[dim]{folder}[/dim]", highlight=False)
 
 
 @app.command("report")
 def report_command(
-    folders: Annotated[list[Path], typer.Argument(help="Folders with runs, at any depth; or results/.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write; by default the first folder.")] = None,
+    folders: Annotated[list[Path], typer.Argument(help="Folders that are searched recursively for finished runs.")],
+    out: Annotated[Path | None, typer.Option(help="Output folder. Defaults to the first of the folders.")] = None,
 ) -> None:
-    """Draw the paper's figures and tables from run folders: PNG, SVG, Markdown, and summary.json.
+    """Generate the paper's figures and tables from finished runs, as PNG, Markdown and summary.json.
 
+    Examples:
     limpet report runs/ --out results/
     """
     from limpet.experiments.report import report
@@ -152,7 +192,7 @@ def report_command(
 
 @app.command("list")
 def list_command(files: Files = []) -> None:  # noqa: B006
-    """Show the task sequences, methods, networks and presets there are."""
+    """List the available task sequences, methods, networks and presets."""
     from limpet.experiments import METHODS, NETWORKS, SEQUENCES
     from limpet.experiments.recipe import load_preset, preset_names
     from limpet.experiments.registry import load_file
@@ -171,7 +211,7 @@ def list_command(files: Files = []) -> None:  # noqa: B006
         table.add_row(f"[cyan]{name}[/cyan]", load_preset(name).about)
     console.print(table)
     for name, meaning in SCENARIOS.items():
-        console.print(f"[dim]scenario {name}: {meaning}[/dim]", highlight=False)
+        console.print(f"[dim]scenario {name}, {meaning}[/dim]", highlight=False)
 
 
 def _recipe(
@@ -187,7 +227,7 @@ def _recipe(
     files: list[Path],
     threads: int | None,
 ) -> tuple[Recipe, Preset, list[str]]:
-    """The recipe that the options stand for, its preset, and what in it is unlike the preset, for the folder's name."""
+    """Return the recipe for the options, its preset, and the parts of the folder name that deviate from the preset."""
     from limpet.experiments import SEQUENCES
     from limpet.experiments.methods import with_structure
     from limpet.experiments.recipe import load_preset, parse_setting
@@ -195,7 +235,7 @@ def _recipe(
 
     for path in files:
         load_file(path)
-    SEQUENCES[experiment]  # an unknown name is said before anything else
+    SEQUENCES[experiment]  # report an unknown name before anything else
     source = load_preset(experiment, preset)
     named = {"method": method, "structure": structure, "tasks": tasks, "scenario": scenario, "threads": threads}
     shortcuts = {"memory.strength": strength, "training.epochs": epochs}
@@ -203,10 +243,10 @@ def _recipe(
     extra: dict[str, Any] = dict(map(parse_setting, texts))
     overrides = {key: value for key, value in named.items() if value is not None} | extra
     if "seed" in extra:
-        raise LimpetError("seeds are given by --seed, not by --set")
+        raise LimpetError("set seeds with --seed, not --set")
     if files:
         overrides["files"] = [str(path.resolve()) for path in files]
-    # The structure may be the method's default, for which the preset has settings of its own.
+    # The structure may be the method's default, and the preset may have settings specific to that structure.
     first = with_structure(source.resolve(overrides))
     recipe = source.resolve({**overrides, **({"structure": first.structure} if first.structure else {})})
     words = [preset.replace("/", "-")] if preset else []
@@ -214,11 +254,12 @@ def _recipe(
 
 
 def _grid(text: str) -> tuple[str, list[Any]]:
+    """Parse `name=value,value` into a dotted name and its values."""
     from limpet.experiments.recipe import parse_setting
 
     name, equals, values = text.partition("=")
     if not equals:
-        raise LimpetError(f"--grid takes name=value,value, such as memory.strength=1,3,10, not {text!r}")
+        raise LimpetError(f"--grid takes name=value,value, e.g. memory.strength=1,3,10, not {text!r}")
     return name, [parse_setting(f"{name}={value}")[1] for value in values.split(",")]
 
 
@@ -234,11 +275,11 @@ def _folder(recipe: Recipe, words: list[str]) -> Path:
 
 @contextmanager
 def _every_second(action: Callable[[], None]) -> Iterator[None]:
-    """Do something once a second while the body runs, and once more at its end."""
-    over = threading.Event()
+    """Call `action` once a second while the body runs, and once more when it ends."""
+    stopped = threading.Event()
 
     def repeat() -> None:
-        while not over.wait(1):
+        while not stopped.wait(1):
             action()
 
     thread = threading.Thread(target=repeat, daemon=True)
@@ -246,6 +287,6 @@ def _every_second(action: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
+        stopped.set()
         thread.join()
         action()

@@ -1,4 +1,4 @@
-"""`limpet consolidate`, `inspect` and `plan`: memories, made, looked into and foreseen."""
+"""Memory commands: `limpet consolidate`, `inspect` and `plan`."""
 
 from __future__ import annotations
 
@@ -11,52 +11,87 @@ import typer
 from limpet.cli.base import Structure, app, console
 from limpet.errors import LimpetError
 
+MaxFactorSize = Annotated[
+    int | None,
+    typer.Option(
+        "--max-factor-size",
+        "--max-side",
+        min=1,
+        help="Largest size of a Kronecker factor stored as a full matrix; larger factors are stored as block-diagonal "
+        "matrices, very large ones as diagonals. Defaults to 4096.",
+    ),
+]
+StorageDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--storage-dtype",
+        "--at-rest",
+        help="Store the eigenbases of the Kronecker factors in float16 or bfloat16. Defaults to full precision.",
+    ),
+]
+
 
 @app.command("consolidate")
 def consolidate_command(
-    model: Annotated[str, typer.Option(help="A causal language model: a folder, or its name on the hub.")],
+    model: Annotated[str, typer.Option(help="Causal language model: a local folder or a Hugging Face Hub id.")],
     data: Annotated[
         list[str],
-        typer.Option(help="Text it should keep: a file, a folder, or a set on the hub. Repeat for several."),
+        typer.Option(
+            help="Text the model should retain: a file, a folder or a Hub dataset. Can be used multiple times."
+        ),
     ] = [],  # noqa: B006
     self_samples: Annotated[
-        int | None, typer.Option(min=1, help="Instead of data: so many tokens that the model draws itself.")
+        int | None,
+        typer.Option(min=1, help="Number of tokens to sample from the model itself, as a replacement for --data."),
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Samples begin with the lines of this file, in turns, as chat prompts if it can."),
+        typer.Option(
+            help="Text file with one prompt per line. Samples start with the prompts in turn, formatted with the "
+            "model's chat template if it has one."
+        ),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Samples begin as a user's turn in the chat template.")] = False,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Start each sample with the tokens that precede the first user message in the model's chat template.",
+        ),
+    ] = False,
     probe: Annotated[
         int | None,
-        typer.Option(min=0, help="Sequences to measure drift on, kept in the file; 40 of its own with --self-samples."),
+        typer.Option(
+            min=0,
+            help="Number of held-out sequences stored in the memory for measuring drift. "
+            "Defaults to 40 with --self-samples, otherwise 0.",
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of what the model draws.")] = 0,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The memory file.")] = Path("memory.safetensors"),
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens are looked at.")] = 20_000,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of one sequence.")] = 256,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for --self-samples.")] = 0,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output path of the memory file.")] = Path(
+        "memory.safetensors"
+    ),
+    tokens: Annotated[int, typer.Option(min=1, help="Number of tokens of --data to use, besides the probe.")] = 20_000,
+    length: Annotated[int, typer.Option(min=2, help="Sequence length in tokens.")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of sequences per batch.")] = 4,
     structure: Structure = None,
-    with_vocabulary: Annotated[bool, typer.Option(help="Hold embedding and head too.")] = False,
-    max_factor_size: Annotated[
-        int | None, typer.Option("--max-factor-size", "--max-side", min=1, help="The longest side that is kept whole.")
-    ] = None,
-    storage_dtype: Annotated[
-        str | None, typer.Option("--storage-dtype", "--at-rest", help="float16 or bfloat16: bases in two bytes.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 for half the room.")] = "float32",
+    with_vocabulary: Annotated[bool, typer.Option(help="Also protect the token embedding and the LM head.")] = False,
+    max_factor_size: MaxFactorSize = None,
+    storage_dtype: StorageDtype = None,
+    dtype: Annotated[str, typer.Option(help="Dtype of the model: float32 or bfloat16.")] = "float32",
     device: Annotated[
-        str | None, typer.Option(help="Where the model runs: cpu, cuda; by default a GPU if any.")
+        str | None, typer.Option(help="Device to run the model on, e.g. cpu or cuda. Defaults to a GPU if available.")
     ] = None,
 ) -> None:
-    """Make the memory of a published language model, from text that stands for what it should keep, or from its own.
+    """Build the memory of a pretrained language model from representative text or from its own samples.
 
+    Examples:
     limpet consolidate --model HuggingFaceTB/SmolLM2-135M-Instruct --data speeches.txt -o memory.safetensors
 
     limpet consolidate --model HuggingFaceTB/SmolLM2-135M-Instruct --self-samples 12000 -o memory.safetensors
 
-    Called again after it was stopped, it goes on where it was. Beside the file it writes a section for the model card.
-    On many processes (torchrun --nproc-per-node 8 -m limpet consolidate ...) each reads its part of the text.
+    An interrupted run resumes when the same command is run again. A section for the model card is written next to the
+    memory file. To use several processes, run torchrun --nproc-per-node 8 -m limpet consolidate ...; each process
+    reads its share of the text.
     """
     from limpet import distributed
     from limpet.integrations import causal_lm
@@ -73,11 +108,13 @@ def consolidate_command(
     _choice("--structure", structure, (None, *STRUCTURES))
     _choice("--storage-dtype", storage_dtype, (None, *DTYPES))
     if bool(data) == (self_samples is not None):
-        raise LimpetError("give text it should keep (--data), or let it draw its own (--self-samples 12000)")
+        raise LimpetError(
+            "pass either --data (text the model should retain) or --self-samples (e.g. --self-samples 12000)"
+        )
     if self_samples is None and (prompts or chat):
-        raise LimpetError("--prompts and --chat are what samples begin with: they go with --self-samples")
+        raise LimpetError("--prompts and --chat only apply to --self-samples: add --self-samples, or remove them")
     if prompts and chat:
-        raise LimpetError("--prompts and --chat both say what samples begin with: give one of them")
+        raise LimpetError("--prompts and --chat both define how samples start: pass only one of them")
     with distributed.launched() as first:
         network = checkpoints.read_base(model, dtype, device)
         tokenizer = checkpoints.read_tokenizer(model)
@@ -93,7 +130,9 @@ def consolidate_command(
             source = "its own samples"
         rows, kept = rows[held_out:], rows[:held_out]
         if not len(rows):
-            raise LimpetError(f"all {len(kept)} sequences are for the probe: give more text, or a smaller --probe")
+            raise LimpetError(
+                f"all {len(kept)} sequences are used by the probe: provide more text, or a smaller --probe"
+            )
         if first:
             console.print(f"{len(rows)} sequences of {length} tokens from {source}", highlight=False)
         memory = causal_lm.consolidate_lm(
@@ -111,32 +150,37 @@ def consolidate_command(
         memory.save(out)
     page = out.with_suffix(".md")
     page.write_text(hub.model_card(memory.examples, model, source))
-    console.print(f"{out}: {memory.nbytes / 1e6:.1f} MB; a section for the model card is in {page}", highlight=False)
+    console.print(f"{out}: {memory.nbytes / 1e6:.1f} MB; section for the model card written to {page}", highlight=False)
 
 
 def _choice(option: str, value: str | None, allowed: Collection[str | None]) -> None:
+    """Raise an error if the value of an option is not one of those allowed."""
     if value not in allowed:
-        raise LimpetError(f"{option} is one of {', '.join(one for one in allowed if one)}, not {value!r}")
+        raise LimpetError(f"{option} must be one of {', '.join(name for name in allowed if name)}, not {value!r}")
 
 
 def needed(name: str) -> Any:
-    """A package of an extra, or a line that says what to install."""
+    """Import an optional dependency, or raise an error that says what to install."""
     import importlib
 
     try:
         return importlib.import_module(name)
     except ImportError as missing:
-        raise LimpetError(f"this command needs {missing.name}: pip install 'limpet[transformers]'") from missing
+        raise LimpetError(f"this command requires {missing.name}: pip install 'limpet[transformers]'") from missing
 
 
 @app.command("inspect")
 def inspect_command(
-    path: Annotated[Path, typer.Argument(help="A memory file.")],
-    plot: Annotated[Path | None, typer.Option(help="Draw what a new task would overwrite, into this PNG.")] = None,
+    path: Annotated[Path, typer.Argument(help="Path to a memory file.")],
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Save a plot of how strongly each layer constrains new tasks to this image file."),
+    ] = None,
 ) -> None:
-    """Show what is in a memory file: its layers, how much of each is held, and its tasks.
+    """Show the contents of a memory file: its layers, how strongly each is constrained, and its tasks.
 
-    limpet inspect memory.safetensors --plot stakes.png
+    Examples:
+    limpet inspect memory.safetensors --plot layers.png
     """
     from limpet.experiments.console import show_inspection
     from limpet.methods.inspect import inspect
@@ -153,24 +197,34 @@ def inspect_command(
 @app.command("plan")
 def plan_command(
     model: Annotated[
-        str, typer.Option(help="A name on the hub, a folder with a config.json, or package.module:factory.")
+        str,
+        typer.Option(
+            help="Model: a Hugging Face Hub id, a folder with a config.json, or package.module:factory for a function "
+            "that returns the model."
+        ),
     ],
-    ranks: Annotated[int, typer.Option(min=1, help="Processes that train together.")] = 1,
-    structure: Annotated[str | None, typer.Option(help="One structure; by default all of them.")] = None,
-    tasks: Annotated[int, typer.Option(min=1, help="Tasks that have been taken in.")] = 10,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens (or examples) of a training step, all ranks.")] = 4096,
-    rank: Annotated[int | None, typer.Option(min=1, help="Train by LoRA adapters of this rank.")] = None,
-    max_factor_size: Annotated[
-        int | None, typer.Option("--max-factor-size", "--max-side", min=1, help="The longest side that is kept whole.")
+    ranks: Annotated[int, typer.Option(min=1, help="Number of data-parallel processes.")] = 1,
+    structure: Annotated[str | None, typer.Option(help="Curvature structure. Defaults to all of them.")] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="Number of tasks to be consolidated.")] = 10,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Number of tokens (or examples) per training step, over all processes.")
+    ] = 4096,
+    rank: Annotated[
+        int | None,
+        typer.Option(min=1, help="Assume LoRA adapters of this rank on every linear layer except the head."),
     ] = None,
-    storage_dtype: Annotated[
-        str | None, typer.Option("--storage-dtype", "--at-rest", help="float16 or bfloat16: bases in two bytes.")
-    ] = None,
-    auto_strength: Annotated[bool, typer.Option("--auto-strength", help="Tasks of different strengths.")] = False,
-    exclude: Annotated[list[str], typer.Option(help="Leave these out, as exclude=[...] does. Repeatable.")] = [],  # noqa: B006
+    max_factor_size: MaxFactorSize = None,
+    storage_dtype: StorageDtype = None,
+    auto_strength: Annotated[
+        bool, typer.Option("--auto-strength", help="Assume strength='auto', which gives each task its own strength.")
+    ] = False,
+    exclude: Annotated[
+        list[str], typer.Option(help="Name of a module or parameter to leave unprotected. Can be used multiple times.")
+    ] = [],  # noqa: B006
 ) -> None:
-    """Say what a memory of a model would cost, without reading or allocating one weight of it.
+    """Estimate the storage and compute needed to protect a model, without loading its weights.
 
+    Examples:
     limpet plan --model meta-llama/Llama-3.2-1B --ranks 8 --rank 16
     """
     from limpet.errors import UnsupportedError
@@ -196,8 +250,8 @@ def plan_command(
             ).table(most=12)
         except ValueError as error:
             raise LimpetError(str(error)) from error
-        except UnsupportedError as refused:
+        except UnsupportedError as error:
             if structure:
                 raise
-            found = f"{name}: refused: {refused}"
+            found = f"{name}: not supported: {error}"
         console.print("\n" * bool(number) + found, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""One pass over data that gives the Fisher of every block and leaves the model unchanged."""
+"""Fisher estimation: one pass over the data computes the Fisher of every block and leaves the model unchanged."""
 
 from limpet.curvature.audit import gradients_at
 from limpet.curvature.batch_step import FISHERS

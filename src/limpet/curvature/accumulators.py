@@ -1,6 +1,7 @@
-"""Sums over examples from which the terms of a block's precision are made, one class a structure.
+"""Accumulators for the Fisher of one block, one class per structure.
 
-Everything here is a sum, so that passes can be stopped and go on, and processes can add theirs up.
+Every statistic is a sum over examples, so a pass can be interrupted and resumed, and ranks can be combined with an
+all-reduce.
 """
 
 from __future__ import annotations
@@ -20,11 +21,18 @@ from limpet.precision import DenseTerm, DiagonalTerm, KroneckerTerm, Matrix, Ter
 from limpet.precision.block_diagonal import find, joined, named, pieces
 
 DENSE_LIMIT = 20_000
-"""Weights in a block up to which the dense structure is allowed (3.2 GB in float64)."""
+"""Largest number of weights in a block for which the dense structure is allowed (3.2 GB in float64)."""
 
 
 class Accumulator(ABC):
-    """What one block's Fisher needs. `calls` are all uses of the block's weights in one forward pass."""
+    """Running sums from which the Fisher of one block is computed.
+
+    Throughout, `calls` are all uses of the block's weights in one forward pass.
+
+    Args:
+        block: The block whose Fisher is accumulated.
+        like: A tensor on the device of the sums; the sums are in its dtype, or in float32 if that is wider.
+    """
 
     def __init__(self, block: Block, like: Tensor) -> None:
         self.block = block
@@ -32,39 +40,47 @@ class Accumulator(ABC):
         self.device = like.device
 
     def zeros(self, *shape: int) -> Tensor:
-        """Zeros to sum into: float32 or better, whatever the model's dtype."""
+        """Allocate zeros to sum into, in float32 or wider whatever the model's dtype."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def add_data(self, calls: Sequence[Call]) -> None:
-        """Take in what the forward pass tells, once a batch."""
+        """Add the layer inputs recorded in the forward pass. Called once per batch."""
         return
 
     @abstractmethod
     def add_gradients(self, calls: Sequence[Call]) -> None:
-        """Take in the gradients of one root."""
+        """Add the gradients of one backward pass, that is, of one column of a square root of the output Hessian."""
 
     @abstractmethod
     def add_example(self, gradient: Tensor) -> None:
-        """Take in the gradient of one example (direct blocks)."""
+        """Add the gradient of a single example (per-sample blocks)."""
 
     @abstractmethod
     def terms(self, scale: float) -> list[Term]:
-        """The Fisher, times `scale`."""
+        """Return the terms of the Fisher, multiplied by `scale`."""
 
     @abstractmethod
     def sums(self) -> dict[str, Tensor]:
-        """All that was summed so far, by name: what a checkpoint keeps, and what processes would add up."""
+        """Return the sums so far, by name: what a checkpoint stores and what ranks reduce."""
 
     @abstractmethod
     def load(self, sums: Mapping[str, Tensor]) -> None:
-        """Go on from such sums."""
+        """Restore sums returned by `sums`."""
 
 
 class KroneckerAccumulator(Accumulator):
-    """For every layer that uses the weights: the mean of the data's and the sum of the gradients' squares.
+    """K-FAC factors, one pair for every layer that uses the weights.
 
-    With a the data and g the gradients over all examples n, positions and calls r, Q = mean of a a^T and
-    H = sum of g g^T. Calls of a reused module count as positions, padding does not.
+    With a the layer inputs and g the output gradients over all examples n, positions and calls r, Q = mean of a a^T
+    and H = sum of g g^T. Calls of a reused module count as positions; padding does not.
+
+    Args:
+        block: The block whose Fisher is accumulated.
+        like: A tensor on the device of the sums; the sums are in its dtype, or in float32 if that is wider.
+        inputs_diagonal: Whether to keep only the diagonal of the input factor.
+        outputs_diagonal: Whether to keep only the diagonal of the output factor.
+        inputs_sizes: Sizes of the diagonal blocks of the input factor. None stores the full matrix.
+        outputs_sizes: Sizes of the diagonal blocks of the output factor. None stores the full matrix.
     """
 
     def __init__(
@@ -94,6 +110,7 @@ class KroneckerAccumulator(Accumulator):
         return sums[kind]
 
     def add_data(self, calls: Sequence[Call]) -> None:
+        """Add the inputs of each call to its input factor."""
         for call in calls:
             layer, use = call.layer, self.block.use(call.layer)
             side = "out" if layer.data_left else "in"
@@ -114,6 +131,7 @@ class KroneckerAccumulator(Accumulator):
             self.count[use] = self.count.get(use, 0) + seen
 
     def add_gradients(self, calls: Sequence[Call]) -> None:
+        """Add the output gradients of each call to its output factor."""
         for call in calls:
             side = "in" if call.layer.data_left else "out"
             gradient = call.layer.gradient_rows(call)
@@ -121,9 +139,13 @@ class KroneckerAccumulator(Accumulator):
             add_gram(total, gradient.flatten(-3, -2), ones=False, diagonal=self.diagonal[side])
 
     def add_example(self, gradient: Tensor) -> None:
-        raise UnsupportedError(f"{self.block.name} has no Kronecker factors")
+        """Raise an error: per-sample gradients have no Kronecker factors."""
+        raise UnsupportedError(
+            f"{self.block.name} is measured per sample and has no Kronecker factors: use structure='diagonal'"
+        )
 
     def sums(self) -> dict[str, Tensor]:
+        """Return the factors and the row counts."""
         kept: dict[str, Tensor] = {}
         for part, matrices in (("data", self.data), ("gradients", self.gradients)):
             for kind, matrix in matrices.items():
@@ -131,6 +153,7 @@ class KroneckerAccumulator(Accumulator):
         return kept | {f"count/{kind}": torch.tensor(count) for kind, count in self.count.items()}
 
     def load(self, sums: Mapping[str, Tensor]) -> None:
+        """Restore the factors and the row counts."""
         for kind in map(self.block.use, self.block.layers):
             if f"count/{kind}" in sums:
                 self.count[kind] = int(sums[f"count/{kind}"])
@@ -140,6 +163,7 @@ class KroneckerAccumulator(Accumulator):
                     matrices[kind] = joined([piece.to(self.device) for piece in pieces(found)])
 
     def terms(self, scale: float) -> list[Term]:
+        """Return one Kronecker term for every layer that uses the weights."""
         found: list[Term] = []
         for kind, data in self.data.items():
             if kind not in self.gradients:
@@ -157,42 +181,61 @@ class KroneckerAccumulator(Accumulator):
 
 
 class DiagonalAccumulator(Accumulator):
-    """The sum over examples of the squared gradients: the exact diagonal of the Fisher."""
+    """Exact diagonal of the Fisher: the sum over examples of the squared gradients.
+
+    Args:
+        block: The block whose Fisher is accumulated.
+        like: A tensor on the device of the sums; the sums are in its dtype, or in float32 if that is wider.
+    """
 
     def __init__(self, block: Block, like: Tensor) -> None:
         super().__init__(block, like)
         self.squares = self.zeros(*block.shape)
 
     def add_gradients(self, calls: Sequence[Call]) -> None:
+        """Add the squared per-sample gradients."""
         self.squares += squared_gradients(calls, self.block.shape.numel()).to(self.dtype)
 
     def add_example(self, gradient: Tensor) -> None:
+        """Add the square of one example's gradient."""
         self.squares += gradient.to(self.dtype).square()
 
     def terms(self, scale: float) -> list[Term]:
+        """Return the diagonal term."""
         return [DiagonalTerm(self.squares * scale)]
 
     def sums(self) -> dict[str, Tensor]:
+        """Return the sum of squared gradients."""
         return {"squares": self.squares}
 
     def load(self, sums: Mapping[str, Tensor]) -> None:
+        """Restore the sum of squared gradients."""
         self.squares = sums["squares"].to(self.device)
 
 
 class DenseAccumulator(Accumulator):
-    """The sum over examples of the outer products of the gradients: the Fisher of the block itself."""
+    """Full Fisher of the block: the sum over examples of the outer products of the gradients.
+
+    Args:
+        block: The block whose Fisher is accumulated.
+        like: A tensor on the device of the sums; the sums are in its dtype, or in float32 if that is wider.
+
+    Raises:
+        UnsupportedError: If the block has more than `DENSE_LIMIT` weights.
+    """
 
     def __init__(self, block: Block, like: Tensor) -> None:
         super().__init__(block, like)
         size = block.shape.numel()
         if size > DENSE_LIMIT:
             raise UnsupportedError(
-                f"structure='dense' takes at most {DENSE_LIMIT} weights in a block, {block.name} has {size}: "
+                f"structure='dense' supports at most {DENSE_LIMIT} weights per block, but {block.name} has {size}: "
                 "use structure='kronecker'"
             )
         self.matrix = self.zeros(size, size)
 
     def add_gradients(self, calls: Sequence[Call]) -> None:
+        """Add the outer products of the per-sample gradients."""
         count = calls[0].layer.example_count(calls[0])
         step = max(1, CHUNK // self.block.shape.numel())
         for start in range(0, count, step):
@@ -200,17 +243,22 @@ class DenseAccumulator(Accumulator):
             add_gram(self.matrix, gradients, ones=False, diagonal=False)
 
     def add_example(self, gradient: Tensor) -> None:
+        """Add the outer product of one example's gradient."""
         add_gram(self.matrix, gradient.reshape(1, -1), ones=False, diagonal=False)
 
     def terms(self, scale: float) -> list[Term]:
+        """Return the dense term."""
         return [DenseTerm(mirrored(self.matrix) * scale)]
 
     def sums(self) -> dict[str, Tensor]:
+        """Return the sum of outer products."""
         return {"matrix": self.matrix}
 
     def load(self, sums: Mapping[str, Tensor]) -> None:
+        """Restore the sum of outer products."""
         self.matrix = sums["matrix"].to(self.device)
 
 
 def _finished(total: Matrix, diagonal: bool) -> Matrix:
+    """Fill in the lower triangles that `add_gram` leaves out."""
     return total if diagonal else joined([mirrored(piece) for piece in pieces(total)])

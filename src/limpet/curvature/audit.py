@@ -1,10 +1,11 @@
-"""Does what the hooks see account for the whole gradient of every parameter, example by example?
+"""Audit of the forward hooks: check that they account for the whole gradient of every parameter, per sample.
 
-Hooks can miss a use of a weight: MultiheadAttention hands the weight of its `out_proj` to a function, a tied head
-calls F.linear on the embedding's weight, somebody calls `layer.forward`. And what a layer sees need not be a row for
-every example: a position embedding gets the gradient of the whole batch at once. A Fisher made from the hooks alone
-would then be wrong in silence. So the gradient of every parameter is made twice, by autograd and from what was
-recorded, and one example is sent through by itself; a block that fails is measured directly instead.
+Hooks can miss a use of a weight: MultiheadAttention passes the weight of its `out_proj` to a function, a tied head
+calls F.linear on the embedding's weight, or user code calls `layer.forward` directly. Nor does a layer necessarily see
+one row per example: a position embedding receives the gradient of the whole batch at once. A Fisher computed from the
+hooks alone would then be silently wrong. The gradient of every parameter is therefore computed twice, by autograd and
+from the recorded calls, and one example is also passed through the model alone. A block that fails either check is
+measured per sample instead.
 """
 
 from __future__ import annotations
@@ -25,26 +26,42 @@ from limpet.precision.linalg import widened
 
 ROUNDING = {torch.float64: (1e-8, 1e-13), torch.float32: (1e-3, 1e-6)}
 HALF_ROUNDING = (5e-2, 5e-3)
-"""What rounding may change: relative to the gradient, and to the size of what it is summed from."""
-
+"""Rounding tolerances: relative to the gradient, and relative to the magnitude of its summands."""
 
 REENTRANT = (
-    "the model uses reentrant gradient checkpointing, which gives no gradients in between: call checkpoint(..., "
+    "the model uses reentrant gradient checkpointing, which exposes no intermediate gradients: call checkpoint(..., "
     "use_reentrant=False)"
 )
 MIXED = (
-    "an example by itself gives other outputs than in its batch, or none, so no example has a gradient of its own: the "
+    "passing a single example through the model fails or changes its outputs, so per-sample gradients are undefined: "
     "examples must be the first dimension of every tensor in the batch and of the outputs, and no layer may mix them "
-    "(a batch norm without running statistics does: use GroupNorm)"
+    "(batch norm without running statistics does: use GroupNorm)"
 )
 LAST = slice(-1, None)
-"""The example that is sent through by itself. Not the first: a sequence taken for a batch begins by itself, too."""
+"""The example that is passed through the model alone.
+
+It is not the first one: if a sequence is mistaken for a batch, its first element gives the same outputs alone.
+"""
 
 
 def unseen(
     blocks: Sequence[Block], recorder: Recorder, parameters: Mapping[str, nn.Parameter], outputs: Sequence[Tensor]
 ) -> tuple[set[str], set[str]]:
-    """The blocks whose recorded gradient is not autograd's own, and the parameters that have a gradient at all."""
+    """Find the blocks whose recorded gradient differs from autograd's.
+
+    Args:
+        blocks: The blocks to check.
+        recorder: The recorder of the forward pass that produced `outputs`.
+        parameters: The model's parameters, by name.
+        outputs: The model's outputs, with their graph.
+
+    Returns:
+        The names of the blocks whose gradient the recorded calls do not account for, and the names of the parameters
+        that have a gradient at all.
+
+    Raises:
+        CurvatureError: If the model uses reentrant gradient checkpointing, or a gradient contains inf or nan.
+    """
     generator = torch.Generator().manual_seed(0)
     cotangents = [torch.randn(o.shape, generator=generator, device="cpu").to(o) for o in outputs]
     names = [name for block in blocks for name in block.parameters]
@@ -62,7 +79,20 @@ def unseen(
 def gradients_at(
     outputs: Sequence[Tensor], wanted: Any, cotangents: Sequence[Tensor] | None, *, keep: bool
 ) -> tuple[Tensor | None, ...]:
-    """torch.autograd.grad, with a word on the one thing that stops it."""
+    """Call torch.autograd.grad, with a helpful error if reentrant checkpointing prevents it.
+
+    Args:
+        outputs: The tensors to differentiate.
+        wanted: The tensors or gradient edges to differentiate with respect to.
+        cotangents: The vectors of the vector-Jacobian product, one per output. None for scalar outputs.
+        keep: Whether to retain the graph for another call.
+
+    Returns:
+        One gradient per element of `wanted`, None where the outputs do not depend on it.
+
+    Raises:
+        CurvatureError: If the model uses reentrant gradient checkpointing.
+    """
     if not wanted:
         return ()
     try:
@@ -77,7 +107,7 @@ def gradients_at(
 
 
 def _is_checkpointed(outputs: Sequence[Tensor]) -> bool:
-    """Whether the graph goes through reentrant checkpointing, inside which there is no graph yet."""
+    """Whether the graph contains reentrant checkpointing, whose inner graph does not exist before the backward pass."""
     nodes, seen = [output.grad_fn for output in outputs], set()
     while nodes:
         node = nodes.pop()
@@ -102,7 +132,7 @@ def _accounted_for(
     ]
     expected = widened(block.matrix(dense))
     if not bool(torch.isfinite(expected).all()):
-        raise CurvatureError(f"the gradient of {block.name} holds inf or nan: look at the data, or the weights")
+        raise CurvatureError(f"the gradient of {block.name} contains inf or nan: check the data and the weights")
     calls = [each for each in recorder.calls.get(block.name, []) if each.gradient is not None]
     recorded, summands = torch.zeros_like(expected), 0.0
     relative, absolute = ROUNDING.get(parameters[block.parameters[0]].dtype, HALF_ROUNDING)
@@ -112,7 +142,7 @@ def _accounted_for(
             summands += _size(each)
             rounding = ROUNDING.get(each.dtype, HALF_ROUNDING)
             relative, absolute = max(relative, rounding[0]), max(absolute, rounding[1])
-    except (RuntimeError, IndexError):  # shapes that do not fit: the layer does something else with its input
+    except (RuntimeError, IndexError):  # mismatched shapes: the layer uses its input in another way
         return False
     return bool((recorded - expected).norm() <= relative * expected.norm() + absolute * summands)
 
@@ -132,11 +162,26 @@ def not_by_example(
     outputs: Sequence[Tensor],
     on_any_rank: Callable[[bool], bool] = bool,
 ) -> set[str]:
-    """The blocks whose layers do not see the examples one by one.
+    """Find the blocks whose layers do not process the examples independently.
 
-    Every call must see as many rows per example in the batch as for one example by itself; blocks of which squared
-    gradients are summed (`needs_examples`) must have the examples as first dimension, too. Ranks that go through a
-    model together do so here, too, which is what `on_any_rank` is for.
+    Every call must see as many rows per example in the batch as for a single example alone. Blocks for which squared
+    per-sample gradients are summed (`needs_examples`) must also have the examples as their first dimension.
+
+    Args:
+        blocks: The blocks to check.
+        needs_examples: Names of the blocks that need per-sample gradients.
+        recorder: The recorder of the forward pass that produced `outputs`.
+        model: The model.
+        batch: The batch of that forward pass.
+        forward: The user's forward function, if any.
+        outputs: The outputs of that forward pass.
+        on_any_rank: Logical OR over the ranks. Ranks that share a sharded model must agree on every forward pass.
+
+    Returns:
+        The names of the blocks that have to be measured per sample.
+
+    Raises:
+        CurvatureError: If the model mixes the examples of a batch.
     """
     count = outputs[0].shape[0]
     hooked = [block for block in blocks if block.layers]
@@ -173,7 +218,7 @@ def _scales(calls: Sequence[Call], alone: Sequence[Call], count: int, needs_exam
 
 
 def _plausible(calls: Sequence[Call], count: int, needs_examples: bool) -> bool:
-    """As far as it can be told from a batch that cannot be cut."""
+    """Check the row counts of a batch that cannot be split into examples, as far as that is possible."""
     if any(each.layer.row_count(each) % count for each in calls):
         return False
     firsts = [each.layer.example_count(each) == count and each.layer.row_count(each) != count * count for each in calls]
@@ -193,7 +238,7 @@ def _same_outputs(
     with torch.no_grad():
         again = as_tensors(call(model, part(batch, LAST), forward)[0])
     if on_any_rank(not all(_alike(a, b) for a, b in zip(single, again, strict=True))):
-        return  # a model that draws random numbers gives other outputs every time
+        return  # a stochastic model: its outputs differ from call to call anyway
     raise CurvatureError(MIXED)
 
 

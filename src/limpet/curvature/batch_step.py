@@ -1,4 +1,4 @@
-"""What one batch adds to the sums of every block: the part of a pass that knows nothing of other batches."""
+"""Add one batch to the Fisher sums of every block: the part of a pass that is independent of other batches."""
 
 from __future__ import annotations
 
@@ -24,18 +24,33 @@ from limpet.model.unsharded import UnshardedParameters
 
 FISHERS = ("auto", "exact", "sampled", "empirical")
 EXACT_UP_TO = 16
-"""Classes (or outputs) up to which fisher="auto" is exact."""
+"""Largest number of classes (or outputs) for which fisher="auto" is exact."""
 
 
 class UnforeseenError(Exception):
-    """A batch uses blocks in a way that those before it did not show."""
+    """Raised when a batch uses blocks in a way that no earlier batch did, so that they must be measured per sample.
+
+    Args:
+        blocks: The names of these blocks.
+    """
 
     def __init__(self, blocks: set[str]) -> None:
         self.blocks = blocks
 
 
 class BatchStep:
-    """The sums of all blocks, and how a batch is taken into them."""
+    """Fisher sums of all blocks, and the update of these sums with one batch.
+
+    Args:
+        model: The model.
+        blocks: The blocks of parameters to measure.
+        likelihood: The likelihood that defines the Fisher.
+        structure: The structure of each block's Fisher.
+        fisher: One of `FISHERS`. "auto" is exact up to `EXACT_UP_TO` outputs, and sampled otherwise.
+        draws: Number of label samples per example for fisher="sampled".
+        seed: Seed of these samples.
+        forward: A function (model, batch) -> (outputs, targets). None calls the model on the inputs of the batch.
+    """
 
     def __init__(
         self,
@@ -63,18 +78,18 @@ class BatchStep:
         self.restart(set())
 
     def restart(self, direct: set[str]) -> None:
-        """Zero sums; the blocks named in `direct` are from now on measured example by example."""
+        """Reset all sums. The blocks named in `direct` are measured per sample from now on."""
         self._make_direct(direct)
         self.sums: dict[str, Accumulator] = {}
-        self.begun = False  # the sums are made
+        self.begun = False  # the sums are allocated
         self.generator: torch.Generator | None = None
         self.tally = torch.zeros(2, dtype=torch.float64)
         self.used: set[str] = set()  # parameters that had a gradient
-        self.audited: set[Any] = set()  # ways of using the blocks that were found right
-        self.roots = 0  # backward passes that a batch takes
-        self.seen = 0  # examples, or predicted positions
-        self.real: Tensor | None = None  # the positions of a batch that are no padding
-        self.rows = 0  # examples as the batches count them
+        self.audited: set[Any] = set()  # call patterns that passed the audit
+        self.roots = 0  # backward passes per batch
+        self.seen = 0  # examples, or predicted positions, counted by the likelihood
+        self.real: Tensor | None = None  # mask of the positions of a batch that are not padding
+        self.rows = 0  # examples, counted by the first dimension of the outputs
 
     def _make_direct(self, names: set[str]) -> None:
         self.blocks = [
@@ -82,7 +97,16 @@ class BatchStep:
         ]
 
     def take(self, batch: Any, left: int | None) -> None:
-        """Add one batch, or its first `left` examples, to the sums."""
+        """Add one batch to the sums.
+
+        Args:
+            batch: The batch.
+            left: Add at most this many examples, the first of the batch. None adds all.
+
+        Raises:
+            CurvatureError: If the model cannot be measured on this batch.
+            UnforeseenError: If some blocks turn out to need per-sample measurement after the sums were begun.
+        """
         first = next(iter(self.parameters.values()))
         batch = prepared(batch, first.device)
         size = batch_size(batch)
@@ -96,7 +120,7 @@ class BatchStep:
             with self.recorder.recording():
                 outputs, targets = call(self.model, batch, self.forward)
             tensors = as_tensors(outputs)
-            self._refuse_infinite(tensors)
+            self._reject_nonfinite(tensors)
             if self.generator is None:
                 self._begin(outputs, tensors)
             self._examine(batch, tensors)
@@ -104,19 +128,19 @@ class BatchStep:
         self.recorder.clear()
         self._count(outputs, targets)
 
-    def _refuse_infinite(self, outputs: tuple[Tensor, ...]) -> None:
+    def _reject_nonfinite(self, outputs: tuple[Tensor, ...]) -> None:
         if not all(bool(torch.isfinite(tensor).all()) for tensor in outputs):
-            raise CurvatureError("the model's outputs hold inf or nan, so nothing can be measured there")
+            raise CurvatureError("the model's outputs contain inf or nan: check the data and the weights")
 
     def _count(self, outputs: Any, targets: Any) -> None:
-        """One more batch is in the sums."""
+        """Update the counters after a batch has been added."""
         with torch.no_grad():
             self.tally += self.likelihood.tally(outputs, targets)
         self.seen += self.likelihood.count(outputs, targets)
         self.rows += as_tensors(outputs)[0].shape[0]
 
     def _positions(self, batch: Any, size: int) -> float:
-        """How many of what is counted an example of the batch holds: 1, or its predicted positions."""
+        """Number of counted units per example of the batch: 1, or its predicted positions."""
         if self.rows:
             return max(self.seen / self.rows, 1.0)
         with torch.no_grad():
@@ -124,24 +148,24 @@ class BatchStep:
         return max(float(self.likelihood.count(outputs, targets)), 1.0)
 
     def _begin(self, outputs: Any, tensors: tuple[Tensor, ...]) -> None:
-        """What can only be known once there are outputs."""
+        """Initialize what depends on the outputs: the kind of Fisher and the random generator."""
         self.fisher = _resolve(self.fisher, self.likelihood, outputs)
         self.generator = torch.Generator(tensors[0].device).manual_seed(self.seed)
         if not any(tensor.requires_grad for tensor in tensors):
             raise CurvatureError(
-                "the outputs do not depend on any trainable parameter: does the model run under no_grad, or does "
-                "`forward` detach?"
+                "the outputs do not depend on any trainable parameter: check whether the model runs under no_grad or "
+                "`forward` detaches its outputs"
             )
 
     def _examine(self, batch: Any, tensors: tuple[Tensor, ...]) -> None:
-        """Audit the first batch, and every later one in which the layers are called in another way."""
+        """Audit the first batch, and every later one in which the layers are called differently."""
         count = tensors[0].shape[0]
         firsts = [
             tuple(each.layer.example_count(each) == count for each in self.recorder.calls.get(block.name, []))
             for block in self.blocks
         ]
-        way = (count > 1, tuple(firsts))
-        if not self._on_any_rank(way not in self.audited):
+        pattern = (count > 1, tuple(firsts))
+        if not self._on_any_rank(pattern not in self.audited):
             return
         wrong, used = unseen(self.blocks, self.recorder, self.live, tensors)
         self.used |= used
@@ -160,31 +184,31 @@ class BatchStep:
         if wrong and self.begun:
             raise UnforeseenError(wrong)
         self._make_direct(wrong)
-        self.audited.add(way)
+        self.audited.add(pattern)
         if not self.begun:
             self.make_sums()
 
-    def _on_any_rank(self, told: bool) -> bool:
-        """Whether it is so; where ranks go through the model together, whether it is so for one of them."""
-        return told
+    def _on_any_rank(self, flag: bool) -> bool:
+        """The flag; if the ranks share a sharded model, whether it is set on any of them."""
+        return flag
 
     def _of_all_ranks(self, names: set[str]) -> set[str]:
-        """The names; where ranks go through the model together, those of all of them."""
+        """The names; if the ranks share a sharded model, the union over all of them."""
         return names
 
     def named_sums(self) -> dict[str, Tensor]:
-        """All that was summed so far, by block and name: what a checkpoint keeps, and what ranks add up."""
+        """Return the sums so far, by block and name: what a checkpoint stores and what ranks reduce."""
         return {f"{name}|{key}": t for name, one in self.sums.items() for key, t in one.sums().items()}
 
     def load_sums(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from such sums; blocks of which they say nothing stay as they are."""
+        """Restore sums returned by `named_sums`. Blocks without an entry keep their sums."""
         for name, accumulator in self.sums.items():
             own = {key.rpartition("|")[2]: t for key, t in tensors.items() if block_of(key) == name}
             if own:
                 accumulator.load(own)
 
     def make_sums(self) -> None:
-        """Zero sums for the blocks as they are now."""
+        """Allocate zero sums for the current blocks."""
         self.begun = True
         for block in self.blocks:
             self.sums[block.name] = self.structure.accumulator(block, self.parameters[block.parameters[0]])
@@ -220,7 +244,7 @@ class BatchStep:
             self._accumulate_direct(direct, batch, tensors, kept)
 
     def _add(self, block: Block, *, data: bool) -> None:
-        """Hand the block's calls to its sums: those that the outputs depend on."""
+        """Add the block's calls to its sums, except calls that the outputs do not depend on."""
         calls = [each for each in self.recorder.calls.get(block.name, []) if each.gradient is not None]
         if not calls:
             return
@@ -234,6 +258,7 @@ class BatchStep:
         self.sums[block.name].add_gradients(calls)
 
     def _roots(self, batch: Any, outputs: Any, targets: Any) -> Iterator[tuple[Tensor, ...]]:
+        """The columns of a square root of the output Hessian: the cotangents of the backward passes."""
         with torch.no_grad():
             detached = outputs.detach() if isinstance(outputs, Tensor) else tuple(o.detach() for o in outputs)
             if self.fisher == "exact":
@@ -248,7 +273,7 @@ class BatchStep:
                     yield tuple(tensor * self.draws**-0.5 for tensor in as_tensors(root))
 
     def _random(self, batch: Any, count: int) -> Random:
-        """Random numbers that depend on the example alone, where the batch has its examples one by one."""
+        """Random numbers that depend only on the example, if the batch can be split into examples."""
         if not self.likelihood.by_example or batch_size(batch) != count:
             return self.generator
         return PerExampleRNG.of(
@@ -262,14 +287,14 @@ class BatchStep:
         tensors: tuple[Tensor, ...],
         roots: Sequence[tuple[Tensor, ...]],
     ) -> None:
-        """The gradients of one example after another: slow, and right for whatever the model does."""
+        """Add per-sample gradients, one example at a time: slow, but correct for any model."""
         count = tensors[0].shape[0]
         parameters = [self.live[block.parameters[0]] for block in direct]
         if count > 1 and batch_size(batch) != count:
             raise CurvatureError(
-                f"{', '.join(block.name for block in direct)}: no layer class covers these parameters, so every "
-                "example is measured by itself, but the batch cannot be cut into examples: give batches of one "
-                "example, or leave these parameters out with exclude=[...]"
+                f"{', '.join(block.name for block in direct)}: no layer class supports these parameters, so they are "
+                "measured per sample, but the batch cannot be split into examples: pass batches of one example, or "
+                "leave these parameters out with exclude=[...]"
             )
         for n in range(count):
             single = tensors
@@ -286,18 +311,19 @@ class BatchStep:
 
 
 def _resolve(fisher: str, likelihood: Likelihood, outputs: Any) -> str:
+    """Resolve fisher="auto", and check that fisher="exact" is available."""
     roots = likelihood.root_count(outputs)
     if fisher == "auto":
         width = sum(tensor[0].numel() for tensor in as_tensors(outputs))
         return "exact" if roots is not None and width <= EXACT_UP_TO else "sampled"
     if fisher == "exact" and roots is None:
         raise UnsupportedError(
-            "fisher='exact' is for one output vector per example; outputs per position (or a likelihood without "
-            "exact roots) take fisher='sampled'"
+            "fisher='exact' requires one output vector per example and a likelihood with an exact Fisher: use "
+            "fisher='sampled' for outputs per position or for other likelihoods"
         )
     return fisher
 
 
 def block_of(key: str) -> str:
-    """The block that a named sum belongs to."""
+    """Name of the block that a key of `named_sums` belongs to."""
     return key.rpartition("|")[0]

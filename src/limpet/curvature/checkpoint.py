@@ -1,9 +1,9 @@
-"""Stop a pass and go on, on as many ranks or on others: the sums so far, and which batches are in them, in files.
+"""Checkpoints of a curvature pass: the sums so far and the batches they include. World size may change on resume.
 
-Every rank writes a file of its own, whose sums and batches belong together, so any complete set of files says what has
-been read and what has not. A set that another number of ranks left behind is written anew by those who take it over,
-as the next generation, before it is deleted. Where the ranks share one model each has the sums of its own blocks
-alone, for what all of them read; then every save is a generation, which counts when all ranks have written it.
+Every rank writes its own file, in which sums and batches are consistent, so any complete set of files determines what
+has been read. A set written by a different number of ranks is rewritten by the resuming ranks as the next generation
+before it is deleted. If the ranks share one sharded model, each has the sums of its own blocks only, over the batches
+of all ranks; every save is then a new generation, which is valid once all ranks have written it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,24 @@ FORMAT = "limpet curvature pass"
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete set of files: one of each rank."""
+    """A complete set of checkpoint files, one per rank.
+
+    Args:
+        generation: The generation of the set.
+        size: The number of ranks that wrote it.
+    """
 
     generation: int
     size: int
 
 
 class Checkpoint:
-    """Writes a pass to files now and then. A pass killed at any moment goes on from the last time."""
+    """Periodic checkpoint of a pass. A pass that is killed resumes from the last save with identical results.
+
+    Args:
+        path: The checkpoint file. With several ranks, each appends a suffix to its name.
+        seconds: Minimum time between two saves. Default: `Checkpoint.SECONDS`.
+    """
 
     SECONDS = 60.0
 
@@ -51,25 +61,34 @@ class Checkpoint:
         self._fingerprint: str | None = None
 
     def file(self, generation: int, rank: int, size: int) -> Path:
-        """The file of a rank; one process alone has the plain name."""
+        """Path of a rank's file.
+
+        Args:
+            generation: The generation of the set of files.
+            rank: The rank.
+            size: The number of ranks. A single process uses the plain path.
+
+        Returns:
+            The path.
+        """
         if size == 1:
             return self.path
         return self.path.with_name(f"{self.path.name}.{generation}.rank{rank}of{size}")
 
     def due(self) -> bool:
-        """Whether it is time to write again."""
+        """Whether the next save is due."""
         return time.monotonic() - self._last >= self.seconds
 
     def _own(self, one_pass: FisherPass) -> str:
-        """The fingerprint of the pass that this checkpoint is for."""
+        """The fingerprint of the pass, computed once."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(one_pass)
         return self._fingerprint
 
-    # --- writing ---------------------------------------------------------------------------------------------
+    # --- saving ----------------------------------------------------------------------------------------------
 
     def save(self, one_pass: FisherPass) -> None:
-        """Write where the pass is."""
+        """Save the state of the pass."""
         ranks = current()
         if ranks is None or not one_pass.in_step:
             self._write(one_pass, ranks)
@@ -77,11 +96,11 @@ class Checkpoint:
             self._next_generation(one_pass, ranks)
 
     def _next_generation(self, one_pass: FisherPass, ranks: Ranks | None) -> None:
-        """Write a set that takes the place of all there are, once it is complete."""
+        """Write a set of files that replaces all others once it is complete."""
         self.generation += 1
         self._write(one_pass, ranks)
         if ranks is not None:
-            ranks.gather(None)  # all have written
+            ranks.gather(None)  # barrier: all ranks have written
         self._leave_only(1 if ranks is None else ranks.size, ranks)
 
     def _write(self, one_pass: FisherPass, ranks: Ranks | None) -> None:
@@ -106,10 +125,18 @@ class Checkpoint:
         tensor_file.write(self.file(self.generation, rank, size), FORMAT, description, tensors)
         self._last = time.monotonic()
 
-    # --- going on --------------------------------------------------------------------------------------------
+    # --- resuming --------------------------------------------------------------------------------------------
 
     def resume(self, one_pass: FisherPass) -> None:
-        """Bring a pass to where the files say it was; nothing happens where there are none."""
+        """Restore the state of a pass. Does nothing if there are no files.
+
+        Args:
+            one_pass: The pass to restore, with the settings and weights that it was saved with.
+
+        Raises:
+            CurvatureError: If the files belong to a pass with other weights, settings or data.
+            MemoryFileError: If the files are corrupted.
+        """
         ranks = current()
         found = self._newest() if ranks is None else ranks.gather(self._newest())[0]
         if found is None:
@@ -119,18 +146,18 @@ class Checkpoint:
             self._check(one_pass, [described for described, _ in read], found, 1 if ranks is None else ranks.size)
             self._restore(one_pass, read, ranks)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise MemoryFileError(f"{self.path.name} is no checkpoint of this pass: {error}") from error
+            raise MemoryFileError(f"{self.path.name} is not a checkpoint of this pass: {error}") from error
         self.generation = found.generation
         size = 1 if ranks is None else ranks.size
         if ranks is not None:
-            ranks.gather(None)  # all have read
+            ranks.gather(None)  # barrier: all ranks have read
         if found.size != size:
             self._next_generation(one_pass, ranks)
         else:
             self._leave_only(size, ranks)
 
     def _leave_only(self, size: int, ranks: Ranks | None) -> None:
-        """Delete what is not of this generation: those before, and the beginnings of one that was never complete."""
+        """Delete the files of all other generations: earlier ones, and incomplete later ones."""
         if ranks is None or not ranks.rank:
             kept = {self.file(self.generation, rank, size) for rank in range(size)}
             for path in set(self._files()) - kept:
@@ -143,45 +170,49 @@ class Checkpoint:
         return [path for path in beside if path == self.path or self._numbers(path)]
 
     def _numbers(self, path: Path) -> tuple[int, int, int] | None:
-        """Generation, rank and size of a rank's file, from its name."""
+        """Parse generation, rank and number of ranks from the name of a rank's file."""
         match = re.fullmatch(r"\.(\d+)\.rank(\d+)of(\d+)", path.name.removeprefix(self.path.name))
         return None if match is None else (int(match[1]), int(match[2]), int(match[3]))
 
     def _newest(self) -> Saved | None:
-        """The complete set of the highest generation."""
+        """The complete set with the highest generation."""
         ranks_of: dict[Saved, set[int]] = {}
         for generation, rank, size in filter(None, map(self._numbers, self._files())):
             ranks_of.setdefault(Saved(generation, size), set()).add(rank)
-        complete = [saved for saved, there in ranks_of.items() if len(there) == saved.size]
+        complete = [saved for saved, present in ranks_of.items() if len(present) == saved.size]
         if self.path.exists():
             complete.append(Saved(int(tensor_file.read(self.path, FORMAT)[0].get("generation", 0)), 1))
         return max(complete, key=lambda saved: saved.generation, default=None)
 
-    def _check(self, one_pass: FisherPass, told: list[dict[str, Any]], found: Saved, size: int) -> None:
+    def _check(self, one_pass: FisherPass, descriptions: list[dict[str, Any]], found: Saved, size: int) -> None:
+        """Check that the files belong to this pass."""
         own = self._own(one_pass)
-        if any(described["fingerprint"] != own for described in told):
+        if any(described["fingerprint"] != own for described in descriptions):
             raise CurvatureError(
-                f"{self.path.name} belongs to another pass (other weights or settings): delete it, or give this "
-                "pass a checkpoint file of its own"
+                f"{self.path.name} belongs to another pass (different weights or settings): delete it, or use another "
+                "checkpoint file for this pass"
             )
-        if any(described["shared"] != one_pass.shared for described in told):
-            raise CurvatureError(f"{self.path.name} was begun with other data: delete it, or give the batches as then")
+        if any(described["shared"] != one_pass.shared for described in descriptions):
+            raise CurvatureError(
+                f"{self.path.name} was saved by a pass that was given its batches differently (with or without "
+                "ReplicatedBatches): delete it, or pass the batches in the same way again"
+            )
         if found.size != size and not one_pass.shared:
             raise CurvatureError(
-                f"{self.path.name} was begun on {found.size} processes, each with data of its own: go on with as many, "
-                "or give every process all data, limpet.distributed.ReplicatedBatches(batches), from the start"
+                f"{self.path.name} was saved by {found.size} ranks, each with its own data: resume with {found.size} "
+                "ranks, or start again with all data on every rank, limpet.distributed.ReplicatedBatches(batches)"
             )
 
     def _restore(self, one_pass: FisherPass, read: list[tuple[dict[str, Any], Any]], ranks: Ranks | None) -> None:
         rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         direct = [described["direct"] for described, _ in read]
         if any(names != direct[0] for names in direct):
-            return  # ranks that had not agreed yet how to measure would have begun anew
+            return  # the ranks had not yet agreed which blocks to measure per sample, so they would have restarted
         one_pass.restart({b.name for b in one_pass.blocks if b.layers and set(direct[0]) & set(b.parameters)})
         one_pass.make_sums()
         sums: dict[str, Tensor] = {}
         for number, (described, tensors) in enumerate(read):
-            mine = number % size == rank  # of several sets of sums, each goes to one rank
+            mine = number % size == rank  # each saved file is assigned to exactly one rank
             if mine or one_pass.in_step:
                 _add(sums, tensors, {name for name in tensors if block_of(name) in one_pass.sums})
             if mine or one_pass.shared:
@@ -202,10 +233,10 @@ class Checkpoint:
             one_pass.generator.set_state(tensors["generator"])
 
     def remove(self) -> None:
-        """The pass is done, and what it found is in the memory."""
+        """Delete all files, once the result of the pass is in the memory."""
         ranks = current()
         if ranks is not None:
-            ranks.gather(None)  # nobody reads any more
+            ranks.gather(None)  # barrier: no rank reads the files any more
         for path in self._files() if ranks is None or not ranks.rank else ():
             path.unlink(missing_ok=True)
 
@@ -216,7 +247,7 @@ def _add(sums: dict[str, Tensor], tensors: Mapping[str, Tensor], names: set[str]
 
 
 def fingerprint(one_pass: FisherPass) -> str:
-    """What must be the same for two passes to be one: the weights, and how they are measured."""
+    """Hash of the weights and the settings of a pass. A checkpoint can be resumed only with an equal fingerprint."""
     digest = hashlib.sha256()
     measured = [one_pass.asked, one_pass.draws, one_pass.seed, one_pass.displacement]
     settings = [one_pass.structure, one_pass.likelihood.describe(), *measured]

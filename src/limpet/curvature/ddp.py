@@ -1,4 +1,4 @@
-"""One pass on many ranks: each reads its share of the data, and the sums are added up at the end."""
+"""Data-parallel pass: each rank reads its share of the data, and the sums are all-reduced at the end."""
 
 from __future__ import annotations
 
@@ -12,16 +12,25 @@ from limpet.errors import LimpetError
 
 
 def read_on_all_ranks(one_pass: BatchStep, ranks: Ranks, read: Callable[[], None]) -> None:
-    """Read on every rank until all of them measure the same blocks in the same way; then add up.
+    """Read on every rank until all ranks measure the same blocks in the same way, then all-reduce the sums.
 
-    What one rank's data show to be used directly is measured so by all, which costs the others a second reading.
+    A block that must be measured per sample on one rank is measured so on all, which costs the other ranks a second
+    pass over their data.
+
+    Args:
+        one_pass: This rank's pass.
+        ranks: The process group.
+        read: Reads this rank's data into the sums of `one_pass`.
+
+    Raises:
+        LimpetError: On every rank, if reading failed on any of them.
     """
     while True:
         error: LimpetError | None = None
         try:
             read()
-        except LimpetError as told:
-            error = told
+        except LimpetError as raised:
+            error = raised
         ranks.raise_together(error)
         direct = ranks.gather({block.name for block in one_pass.blocks if not block.layers})
         everywhere = set().union(*direct)
@@ -34,18 +43,18 @@ def read_on_all_ranks(one_pass: BatchStep, ranks: Ranks, read: Callable[[], None
 
 
 def reduce_sums(one_pass: BatchStep, ranks: Ranks) -> None:
-    """Let the sums of every rank be those of all."""
+    """All-reduce the sums and the counters of a pass."""
     if not one_pass.begun:
-        one_pass.make_sums()  # a rank without data
+        one_pass.make_sums()  # this rank had no data
     one_pass.load_sums(ranks.sum(one_pass.named_sums()))
     reduce_counts(one_pass, ranks)
 
 
 def reduce_counts(one_pass: BatchStep, ranks: Ranks) -> None:
-    """Let what every rank saw be what all of them saw."""
+    """All-reduce the counters of a pass, and share the kind of Fisher with ranks that had no data."""
     one_pass.tally = torch.tensor(ranks.numbers(*one_pass.tally.tolist()), dtype=one_pass.tally.dtype)
     one_pass.seen, one_pass.rows = (round(total) for total in ranks.numbers(one_pass.seen, one_pass.rows))
     one_pass.used = set().union(*ranks.gather(one_pass.used))
-    told = [found for found in ranks.gather((one_pass.roots, one_pass.fisher)) if found[0]]
-    if told:
-        one_pass.roots, one_pass.fisher = told[0]
+    resolved = [found for found in ranks.gather((one_pass.roots, one_pass.fisher)) if found[0]]
+    if resolved:
+        one_pass.roots, one_pass.fisher = resolved[0]

@@ -1,8 +1,8 @@
-"""One pass over data that gives every block's Fisher.
+"""One pass over the data that computes the Fisher of every block.
 
-Normalisation, stated once: the Fisher is that of the whole task, a sum over its N examples. A Kronecker block is
-Q (x) H with Q the mean of a a^T over examples and positions and H the sum of g g^T. Where only some examples were
-seen, the sums are scaled up by N / seen.
+Normalization: the Fisher is that of the whole task, a sum over its N examples. A Kronecker block is Q (x) H with Q the
+mean of a a^T over examples and positions and H the sum of g g^T (K-FAC). If only some of the examples were seen, the
+sums are scaled by N / seen.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from limpet.model.context import eager, perturbed, plain_recurrence, preserve_st
 from limpet.precision import Term
 
 NOTHING = -1
-"""The number of a batch that a rank only goes along with: it is not counted."""
+"""Number of a filler batch: the rank runs it only to take part in collectives, and it is not counted."""
 
 Displacement = Callable[[int], Mapping[str, Tensor]]
-"""Where batch number i is measured: what is added to the weights, by parameter."""
+"""Maps a batch number to the displacement, by parameter, that is added to the weights for that batch."""
 
 
 class PassCheckpoint(Protocol):
-    """Where a pass writes how far it is (`limpet.curvature.checkpoint`)."""
+    """Interface of a checkpoint of a pass (`limpet.curvature.checkpoint`)."""
 
     def resume(self, one_pass: FisherPass) -> None:
-        """Bring the pass to where it was when it was last saved."""
+        """Restore the state of the pass at its last save."""
 
     def due(self) -> bool:
-        """Whether it is time to save."""
+        """Whether the next save is due."""
 
     def save(self, one_pass: FisherPass) -> None:
         """Save the pass."""
@@ -48,7 +48,20 @@ class PassCheckpoint(Protocol):
 
 @dataclass(frozen=True)
 class Fisher:
-    """What a pass found: the blocks as they had to be measured and the terms of each."""
+    """Result of a pass.
+
+    Args:
+        blocks: The blocks as they were measured, which may be more finely split than those requested.
+        terms: The terms of the Fisher of each block, by block name.
+        examples: Number of examples (or predicted positions) N of the task that the Fisher is scaled to.
+        seen: Number of examples (or predicted positions) that were read.
+        kind: The kind of Fisher: "exact", "sampled" or "empirical".
+        unused: Names of the parameters that had no gradient.
+        rows: Number of examples that were read, counted by the first dimension of the outputs.
+        first: The first batches that were read.
+        roots: Number of backward passes per batch.
+        loss_scale: Factor that converts the likelihood's negative log likelihood to nats.
+    """
 
     blocks: list[Block]
     terms: dict[str, list[Term]]
@@ -56,20 +69,32 @@ class Fisher:
     seen: int
     kind: str
     unused: frozenset[str]
-    rows: int  # the examples seen, as the batches count them
-    first: FirstBatches  # of those that were read
-    roots: int = 1  # backward passes that every batch took
-    loss_scale: float = 1.0  # what makes nats of the likelihood's negative logarithm
+    rows: int
+    first: FirstBatches
+    roots: int = 1
+    loss_scale: float = 1.0
 
     def speaks_of(self, block: Block) -> bool:
-        """Whether the task said anything about the block."""
+        """Whether the task has curvature for the block: its parameters were used, and it has terms."""
         return bool(self.terms.get(block.name)) and not self.unused.issuperset(block.parameters)
 
 
 class FisherPass(BatchStep):
-    """The settings of one pass and how it goes through the batches; `run` makes it."""
+    """One pass over the data. Call `run` to compute the Fisher.
 
-    in_step = False  # the ranks go through the model together, each with the sums of its own blocks
+    Args:
+        model: The model.
+        blocks: The blocks of parameters to measure.
+        likelihood: The likelihood that defines the Fisher.
+        structure: The structure of each block's Fisher.
+        fisher: "exact", "sampled", "empirical", or "auto" (exact up to 16 outputs, sampled otherwise).
+        draws: Number of label samples per example for fisher="sampled".
+        seed: Seed of these samples.
+        forward: A function (model, batch) -> (outputs, targets). None calls the model on the inputs of the batch.
+        displacement: Displacement of the weights at which each batch is measured. None measures at the weights.
+    """
+
+    in_step = False  # whether the ranks run a sharded model together, each with the sums of its own blocks only
 
     def __init__(
         self,
@@ -85,13 +110,14 @@ class FisherPass(BatchStep):
         displacement: Displacement | None = None,
     ) -> None:
         self.displacement = displacement
-        self.shared = False  # every rank is given all batches
-        self.done: set[int] = set()  # the numbers of the batches that are in the sums
-        self.before: set[int] = set()  # those that were in anybody's when a pass that was stopped went on
-        self.again: set[int] = set()  # those of them that this rank has to read once more
+        self.shared = False  # whether every rank is given all batches
+        self.done: set[int] = set()  # batches included in the sums
+        self.before: set[int] = set()  # batches included in any rank's sums on resume
+        self.again: set[int] = set()  # those of `before` that this rank has to read again
         super().__init__(model, blocks, likelihood, structure, fisher=fisher, draws=draws, seed=seed, forward=forward)
 
     def restart(self, direct: set[str]) -> None:
+        """Reset all sums and start reading again."""
         super().restart(direct)
         self.first = FirstBatches()
         self.again |= self.done & self.before
@@ -106,9 +132,29 @@ class FisherPass(BatchStep):
         progress: bool = True,
         checkpoint: PassCheckpoint | None = None,
     ) -> Fisher:
-        """Read the batches once, or until `limit` examples (of several positions each: whole ones) have been seen."""
+        """Read the batches once and compute the Fisher.
+
+        Args:
+            batches: The batches, or `ReplicatedBatches` of them to split the same batches among all ranks.
+            examples: Number of examples N of the task. Default: the number read, scaled up to all batches if `limit` is
+                given.
+            limit: Stop after this many examples (or predicted positions; examples are never cut). None reads all.
+            progress: Whether to show a progress bar.
+            checkpoint: Resume from this checkpoint if it exists, and save to it regularly.
+
+        Returns:
+            The Fisher of every block.
+
+        Raises:
+            CurvatureError: If there is nothing to measure, the model cannot be measured, or `limit` is given without
+                `examples` and the batches have no length.
+            ValueError: If `examples` or `limit` is not a positive integer.
+        """
         if not self.blocks:
-            raise CurvatureError("the model has no trainable parameter that is not excluded")
+            raise CurvatureError(
+                "the model has no trainable parameter to protect: set requires_grad=True, or remove entries from "
+                "exclude=[...]"
+            )
         examples = None if examples is None else positive_whole("examples", examples)
         limit = None if limit is None else positive_whole("limit", limit)
         self.shared = isinstance(batches, ReplicatedBatches)
@@ -126,24 +172,24 @@ class FisherPass(BatchStep):
             self._read_together(ranks, lambda: self._read_all(batches, share, shown, checkpoint))
             total = total if total is None or self.shared else round(ranks.numbers(total)[0])
         if not self.seen:
-            raise CurvatureError("the batches held no example: give a loader that yields (inputs, targets)")
+            raise CurvatureError("the batches contain no examples: pass a loader that yields (inputs, targets)")
         return self._result(examples, total)
 
     def _read_together(self, ranks: Ranks, read: Callable[[], None]) -> None:
-        """Read on every rank, and add up."""
+        """Read on every rank and combine the sums."""
         read_on_all_ranks(self, ranks, read)
 
     def _read_all(
         self, batches: Iterable[Any], limit: int | None, progress: bool, checkpoint: PassCheckpoint | None
     ) -> None:
-        """Read the batches to their end, from the beginning where a later one shows what the first did not."""
+        """Read all batches, starting over if a later batch uses blocks in a way that the first did not."""
         try:
             self._read(batches, limit, Progress(limit or total_examples(batches), show=progress), checkpoint)
         except UnforeseenError as found:
             if isinstance(batches, Iterator):
                 raise CurvatureError(
-                    f"a later batch uses {', '.join(sorted(found.blocks))} in a way that the first ones did not "
-                    "show, and these batches can be read only once: give a loader or a list"
+                    f"a later batch uses {', '.join(sorted(found.blocks))} differently from the first batches, so the "
+                    "pass must start over, but these batches can be read only once: pass a loader or a list"
                 ) from None
             self.restart(found.blocks)
             self._read_all(batches, limit, progress, checkpoint)
@@ -171,8 +217,8 @@ class FisherPass(BatchStep):
                     checkpoint.save(self)
 
     def _wanted(self, batches: Iterable[Any], limit: int | None) -> Iterator[tuple[int, Any]]:
-        """The batches that are still to be read, with their numbers."""
-        rank, size = _turn() if self.shared else (0, 1)
+        """The batches that this rank still has to read, with their numbers."""
+        rank, size = _rank_and_size() if self.shared else (0, 1)
         turn = 0
         for number, batch in enumerate(batches):
             if number % size == rank:
@@ -186,10 +232,10 @@ class FisherPass(BatchStep):
                 return
 
     def _displaced(self, number: int) -> Mapping[str, Tensor]:
-        """Where a batch is measured: batches of different ranks at different places."""
+        """Displacement at which a batch is measured; batches of different ranks get different displacements."""
         if self.displacement is None:
             return {}
-        rank, size = (0, 1) if self.shared else _turn()
+        rank, size = (0, 1) if self.shared else _rank_and_size()
         return self.displacement(number * size + rank)
 
     def _result(self, examples: int | None, total: int | None) -> Fisher:
@@ -198,10 +244,10 @@ class FisherPass(BatchStep):
         scale = examples / self.seen
         scale *= self.likelihood.fisher_scale(self.tally, empirical=self.fisher == "empirical")
         terms = {}
-        for name in list(self.sums):  # one after another, so that a block's sums are gone when the next one is made
+        for name in list(self.sums):  # pop one at a time, to free a block's sums before the next terms are allocated
             terms[name] = found = self.sums.pop(name).terms(scale)
             if not all(term.is_finite() for term in found):
-                raise CurvatureError(f"the curvature of {name} holds inf or nan: look at the data, or the weights")
+                raise CurvatureError(f"the curvature of {name} contains inf or nan: check the data and the weights")
         unused = {name for block in self.blocks for name in block.parameters} - self.used
         return Fisher(
             self.blocks,
@@ -217,7 +263,7 @@ class FisherPass(BatchStep):
         )
 
 
-def _turn() -> tuple[int, int]:
-    """This rank, and how many there are."""
+def _rank_and_size() -> tuple[int, int]:
+    """This process's rank and the number of ranks."""
     ranks = current()
     return (0, 1) if ranks is None else (ranks.rank, ranks.size)

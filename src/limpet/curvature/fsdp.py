@@ -1,8 +1,8 @@
-"""One pass through a model that lies on the ranks in pieces: all go through it together, and each keeps its own blocks.
+"""Pass over a sharded model (FSDP2): all ranks run the model together, and each stores the sums of the blocks it owns.
 
-Under `fully_shard` a forward pass is a collective, so every rank takes as many batches as the one that has the most;
-one that has run out goes along with a batch that is not counted. What a batch says of a block is reduced to the
-block's owner at once, so that no rank ever holds more sums than those of its own blocks and one more.
+Under `fully_shard` a forward pass is a collective, so every rank runs as many batches as the rank with the most; a rank
+that has run out of data takes part with a filler batch that is not counted. The contribution of a batch to a block is
+reduced to the block's owner immediately, so no rank ever holds more than the sums of its own blocks plus one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,21 @@ from limpet.model.blocks import Block
 
 
 class ShardedPass(FisherPass):
-    """A pass of ranks that share one model. `owners` has the rank that keeps each parameter's block."""
+    """A pass of ranks that share one sharded model.
+
+    Args:
+        model: The sharded model.
+        blocks: The blocks of parameters to measure.
+        likelihood: The likelihood that defines the Fisher.
+        structure: The structure of each block's Fisher.
+        ranks: The process group.
+        owners: The rank that owns the block of each parameter, by parameter name.
+        fisher: "exact", "sampled", "empirical", or "auto" (exact up to 16 outputs, sampled otherwise).
+        draws: Number of label samples per example for fisher="sampled".
+        seed: Seed of these samples.
+        forward: A function (model, batch) -> (outputs, targets). None calls the model on the inputs of the batch.
+        displacement: Displacement of the weights at which each batch is measured. None measures at the weights.
+    """
 
     in_step = True
 
@@ -47,15 +61,15 @@ class ShardedPass(FisherPass):
         displacement: Displacement | None = None,
     ) -> None:
         self.ranks, self.owners = ranks, owners
-        self.idle = False  # this rank has no data left, and goes along
-        self.rounds = 0  # batches that all ranks have taken together
+        self.idle = False  # whether this rank has run out of data
+        self.rounds = 0  # batches that all ranks have run together
         super().__init__(
             model, blocks, likelihood, structure,
             fisher=fisher, draws=draws, seed=seed, forward=forward, displacement=displacement,
         )  # fmt: skip
 
     def owner(self, block: Block) -> int:
-        """The rank that keeps a block."""
+        """The rank that owns a block."""
         return self.owners[block.parameters[0]]
 
     def _read_together(self, ranks: Ranks, read: Callable[[], None]) -> None:
@@ -77,7 +91,7 @@ class ShardedPass(FisherPass):
             self.rounds += 1
 
     def _from(self, rank: int, found: tuple[int, Any] | None) -> Any:
-        """The first example of a rank's batch, on all of them."""
+        """Broadcast the first example of one rank's batch to all ranks."""
         sent = [None]
         if rank == self.ranks.rank and found is not None:
             sent = [part(found[1], slice(0, 1)) if batch_size(found[1]) else found[1]]
@@ -87,27 +101,28 @@ class ShardedPass(FisherPass):
     def _positions(self, batch: Any, size: int) -> float:
         if self.rounds:
             return max(self.seen / max(self.rows, 1), 1.0)
-        return super()._positions(batch, size)  # a forward pass, which all take in the first round
+        return super()._positions(batch, size)  # a forward pass, which all ranks run in the first round
 
-    def _refuse_infinite(self, outputs: tuple[Tensor, ...]) -> None:
+    def _reject_nonfinite(self, outputs: tuple[Tensor, ...]) -> None:
         error: CurvatureError | None = None
         try:
-            super()._refuse_infinite(outputs)
-        except CurvatureError as told:
-            error = told
+            super()._reject_nonfinite(outputs)
+        except CurvatureError as raised:
+            error = raised
         self.ranks.raise_together(error)
 
     def _count(self, outputs: Any, targets: Any) -> None:
         if not self.idle:
             super()._count(outputs, targets)
 
-    def _on_any_rank(self, told: bool) -> bool:
-        return any(self.ranks.gather(told))
+    def _on_any_rank(self, flag: bool) -> bool:
+        return any(self.ranks.gather(flag))
 
     def _of_all_ranks(self, names: set[str]) -> set[str]:
         return set().union(*self.ranks.gather(names))
 
     def make_sums(self) -> None:
+        """Allocate zero sums for the blocks that this rank owns."""
         self.begun = True
         for block in self.blocks:
             if self.owner(block) == self.ranks.rank:
@@ -121,14 +136,14 @@ class ShardedPass(FisherPass):
         self.sums = {block.name: self._zeros(block)}
         try:
             super()._add(block, data=data)
-            told = self.sums[block.name]
+            contribution = self.sums[block.name]
         finally:
             self.sums = kept
-        self._hand_over(block, told)
+        self._reduce_to_owner(block, contribution)
 
-    def _hand_over(self, block: Block, told: Accumulator) -> None:
-        """Let what this batch says of a block be in its owner's sums."""
-        sums = told.sums()
+    def _reduce_to_owner(self, block: Block, contribution: Accumulator) -> None:
+        """Add the contribution of this batch on all ranks to the sums of the block's owner."""
+        sums = contribution.sums()
         if self.idle:
             sums = {name: torch.zeros_like(tensor) for name, tensor in sums.items()}
         if not sums:
@@ -145,8 +160,9 @@ class ShardedPass(FisherPass):
         count = tensors[0].shape[0]
         if batch_size(batch) != count:
             raise CurvatureError(
-                f"{', '.join(block.name for block in direct)}: no layer class covers these parameters, and the batch "
-                "cannot be cut into examples: leave these parameters out with exclude=[...]"
+                f"{', '.join(block.name for block in direct)}: no layer class supports these parameters, so they are "
+                "measured per sample, but the batch cannot be split into examples: leave these parameters out with "
+                "exclude=[...]"
             )
         found = {block.name: self._zeros(block) for block in direct}
         for n in range(max(self.ranks.gather(count))):
@@ -161,4 +177,4 @@ class ShardedPass(FisherPass):
                         self.used.update(block.parameters)
                         found[block.name].add_example(block.matrix([gradient.to_dense()]))
         for block in direct:
-            self._hand_over(block, found[block.name])
+            self._reduce_to_owner(block, found[block.name])

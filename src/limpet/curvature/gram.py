@@ -1,4 +1,4 @@
-"""Sums of outer products: what every factor is made of."""
+"""Gram matrices: sums of outer products, from which every Kronecker factor is computed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ from torch import Tensor
 from limpet.precision import Matrix
 
 STRIP_FROM = 256
+"""Width from which a symmetric product is computed in strips."""
+
 STRIPS = 4
 
 
 def add_gram(total: Matrix, rows: Tensor, *, ones: bool, diagonal: bool) -> None:
-    """total += rows^T rows, of which only the upper triangle is right until `mirrored`, and in pieces only those.
+    """Add rows^T rows to `total` in place.
 
-    `ones` stands for one more column of ones, which is not copied in; `diagonal` sums the squares alone. A large
-    symmetric product is made in strips that leave most of the lower triangle out: a third less work.
+    Only the upper triangle is valid until `mirrored` is applied. A large symmetric product is computed in strips that
+    skip most of the lower triangle, which saves a third of the work.
+
+    Args:
+        total: The matrix to add to: full, block-diagonal (only these blocks are computed), or a diagonal.
+        rows: The rows, of shape (..., rows, width).
+        ones: Whether to append a column of ones to `rows`, without copying it.
+        diagonal: Whether `total` is a diagonal, so that only squares are summed.
     """
     if not isinstance(total, Tensor):
         start, last = 0, total.pieces[-1]
@@ -43,5 +51,5 @@ def add_gram(total: Matrix, rows: Tensor, *, ones: bool, diagonal: bool) -> None
 
 
 def mirrored(total: Tensor) -> Tensor:
-    """The symmetric matrix of which `add_gram` made the upper triangle."""
+    """Return the symmetric matrix whose upper triangle was computed by `add_gram`."""
     return total.triu() + total.triu(1).mT

@@ -1,4 +1,4 @@
-"""See what goes in and out of every layer, without changing the model."""
+"""Forward hooks that record the inputs and output gradients of every layer without changing the model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from limpet.model.blocks import Block
 
 
 class Recorder:
-    """The calls of every block's layers in one forward pass, and the edges at which their gradients arrive.
+    """Records the calls of every block's layers in one forward pass, and the graph edges at which gradients arrive.
 
-    A gradient is asked for at an edge of the autograd graph rather than at the output tensor: an operation that
-    works in place (ReLU) later makes that tensor another one, the edge stays what it was. Backward hooks and
-    `.grad` are not used at all.
+    Gradients are requested at edges of the autograd graph rather than at the output tensors: a later in-place operation
+    (such as ReLU) replaces the tensor's node in the graph, but the edge stays valid. Backward hooks and `.grad` are not
+    used at all.
     """
 
     def __init__(self) -> None:
@@ -28,13 +28,13 @@ class Recorder:
         self.edges: list[GradientEdge] = []
         self._at_edge: list[Call] = []
         self._inputs: list[tuple[str, Tensor, int]] = []
-        self.unreadable: set[str] = set()  # blocks with a call that the layer class could not read
-        self.without_graph: set[str] = set()  # blocks with a call that autograd did not follow
+        self.unreadable: set[str] = set()  # blocks with a call that the layer class does not support
+        self.without_graph: set[str] = set()  # blocks with a call outside the autograd graph
         self._on = False
 
     @contextmanager
     def attached(self, blocks: Sequence[Block]) -> Iterator[Recorder]:
-        """Watch the layers of these blocks; the hooks are gone afterwards."""
+        """Context manager that registers hooks on the layers of these blocks, and removes them on exit."""
         watched: dict[nn.Module, list[tuple[str, Layer]]] = {}
         for block in blocks:
             for layer in block.layers:
@@ -63,7 +63,7 @@ class Recorder:
                     try:
                         call = Call(layer, layer.read(x.detach()))
                     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-                        self.unreadable.add(name)  # a subclass that takes something else
+                        self.unreadable.add(name)  # e.g. a subclass with other inputs
                         continue
                     self.calls.setdefault(name, []).append(call)
                     self.edges.append(edge)
@@ -75,7 +75,13 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the forward pass in the body. What gradient checkpointing runs again later is not recorded."""
+        """Context manager that records the forward pass in its body.
+
+        Forward passes that gradient checkpointing repeats later are not recorded.
+
+        Raises:
+            CurvatureError: If the input of a layer was modified in place after the layer had used it.
+        """
         self.clear()
         self._on = True
         try:
@@ -85,13 +91,13 @@ class Recorder:
         for name, x, version in self._inputs:
             if x._version != version:
                 raise CurvatureError(
-                    f"the input of {name} was changed in place after the layer had used it: "
-                    "use the operation that is not in place there"
+                    f"the input of {name} was modified in place after the layer had used it: "
+                    "use the out-of-place version of that operation"
                 )
         self._inputs.clear()
 
     def take(self, gradients: Sequence[Tensor | None]) -> None:
-        """Hand the gradients, in the order of `edges`, to their calls."""
+        """Assign gradients, in the order of `edges`, to their calls."""
         for call, gradient in zip(self._at_edge, gradients, strict=True):
             call.gradient = None
             if gradient is not None:  # float32 or better, whatever the model's dtype
@@ -100,7 +106,7 @@ class Recorder:
                 call.gradient = call.layer.read_gradient(wide)
 
     def clear(self) -> None:
-        """Forget the pass before, and the graph with it."""
+        """Discard the recorded calls, and the graph with them."""
         self.calls.clear()
         self.edges.clear()
         self._at_edge.clear()

@@ -1,4 +1,4 @@
-"""Progress of a long pass: a bar by tqdm where it is installed, a counting line where it is not."""
+"""Progress display of a long pass: a tqdm bar if tqdm is installed, a counter line otherwise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ LABEL = "limpet: curvature"
 
 
 class Progress:
-    """Counts examples, or something else. A person at a terminal sees it after a second; short work shows nothing."""
+    """Progress display that appears after one second, so that short passes show nothing.
+
+    Args:
+        total: Total count, if known.
+        show: Whether to show anything.
+        label: Text in front of the count.
+        unit: Plural name of what is counted.
+    """
 
     def __init__(self, total: int | None, *, show: bool, label: str = LABEL, unit: str = "examples") -> None:
         self._bar: Any = None
@@ -23,18 +30,24 @@ class Progress:
                 self._bar = tqdm(total=total, desc=label, unit=f" {unit}", delay=1.0, leave=False)
 
     def update(self, count: int) -> None:
-        """Count some more."""
+        """Advance the display by `count` units."""
         if self._bar is not None:
             self._bar.update(count)
 
     def close(self) -> None:
-        """Take it away."""
+        """Remove the display."""
         if self._bar is not None:
             self._bar.close()
 
 
 class CountingLine:
-    """One line on a terminal's standard error, written anew at most once a second."""
+    """Counter on one line of standard error, updated at most once per second, and only on a terminal.
+
+    Args:
+        total: Total count, if known.
+        label: Text in front of the count.
+        unit: Plural name of what is counted.
+    """
 
     def __init__(self, total: int | None, label: str = LABEL, unit: str = "examples") -> None:
         self.label, self.unit = label, unit
@@ -44,7 +57,7 @@ class CountingLine:
         self._shown = False
 
     def update(self, count: int) -> None:
-        """Count some more."""
+        """Add `count` to the counter."""
         self.count += count
         now = time.monotonic()
         if now - self._last >= 1 and sys.stderr.isatty():
@@ -53,7 +66,7 @@ class CountingLine:
             sys.stderr.flush()
 
     def close(self) -> None:
-        """Wipe the line."""
+        """Clear the line."""
         if self._shown:
             sys.stderr.write("\r" + " " * 79 + "\r")
             sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""Layers that read the same tensor have the same input factor: it is made once a batch, and added to the sums of each.
+"""Share the input factor among layers that read the same tensor: it is computed once per batch and added to each.
 
-In a transformer query, key and value read one tensor, and gate and up another. Nothing is told by names: two calls read
-the same input when their data are the same memory, seen in the same way.
+In a transformer the query, key and value projections read one tensor, and the gate and up projections another. Layer
+names play no role: two calls have the same input if their data have the same memory, shape, strides and dtype.
 """
 
 from __future__ import annotations
@@ -18,20 +18,31 @@ from limpet.precision import Matrix
 from limpet.precision.block_diagonal import joined, pieces
 
 FEWEST_ROWS = 32
-"""Rows from which on adding a matrix that is there is sooner done than making it again."""
+"""Number of rows, per unit of width, from which adding a cached matrix is faster than computing it again."""
 
 
 class SameInput:
-    """The input factor of one batch, for as many calls as read it; gone when the last of them has had it."""
+    """Input factor of one batch, cached until the last call that reads the input has used it.
+
+    Args:
+        readers: Number of calls that read the input.
+    """
 
     def __init__(self, readers: int) -> None:
         self.readers = readers
         self._made: dict[object, Matrix] = {}
 
     def add_to(self, total: Matrix, rows: Tensor, *, ones: bool, diagonal: bool) -> None:
-        """The same as `add_gram`."""
+        """Add rows^T rows to `total` like `add_gram`, using the cached matrix if there is one.
+
+        Args:
+            total: The matrix to add to.
+            rows: The rows of the input, the same in every call.
+            ones: Whether to append a column of ones to `rows`.
+            diagonal: Whether `total` is a diagonal.
+        """
         parts = pieces(total)
-        key = tuple(part.shape for part in parts)  # of one input: they tell ones and diagonals apart
+        key = tuple(part.shape for part in parts)  # for a given input, the shapes determine `ones` and `diagonal`
         self.readers -= 1
         if key not in self._made:
             if not self.readers:
@@ -46,7 +57,7 @@ class SameInput:
 
 
 def find_same_inputs(calls: Iterable[Call]) -> None:
-    """Let the calls that read the same input know of one another."""
+    """Find the calls that read the same input, and let them share one `SameInput`."""
     readers: dict[object, list[Call]] = defaultdict(list)
     for call in calls:
         data = call.data

@@ -1,4 +1,4 @@
-"""Which structure a block gets."""
+"""Structure of the Fisher of each block: Kronecker-factored, diagonal or dense."""
 
 from __future__ import annotations
 
@@ -19,27 +19,44 @@ from limpet.precision.block_diagonal import cut
 from limpet.precision.storage import AS_USED, Storage
 
 MOST_PIECES = 7
-"""Pieces that a side is cut into at most. A longer one, as a vocabulary is, keeps a diagonal: more pieces would keep
-next to nothing of what lies beside it."""
+"""Largest number of diagonal blocks that a factor is split into.
+
+A longer side, such as a vocabulary, gets a diagonal factor: with more blocks, almost no off-diagonal entries would
+remain.
+"""
 
 
 @dataclass(frozen=True)
 class Structure:
-    """Which structure a block gets: what the user asked for, as far as the block has it."""
+    """The requested structure, and how it applies to each block.
+
+    Args:
+        name: "kronecker", "kronecker-sum", "diagonal" or "dense".
+        max_factor_size: Largest side that gets a full factor; longer ones are split into diagonal blocks.
+        rest: How eigenbases are stored while they are not in use.
+    """
 
     name: str
     max_factor_size: int
     rest: Storage = AS_USED
 
     def of(self, block: Block) -> str:
-        """The structure of this block: a diagonal where there are no Kronecker factors."""
+        """The structure of this block: the requested one, or "diagonal" if the block has no Kronecker factors."""
         return "diagonal" if self.name.startswith("kronecker") and not block.factored else self.name
 
     def sides(self, block: Block) -> dict[str, Any]:
-        """What the sides keep, as `Kronecker.start` takes it.
+        """Shapes of the two factors of a block.
 
-        A side up to `max_side` (a bias not counted) keeps a matrix, a longer one a matrix in even pieces, up to
-        `MOST_PIECES` of them; one that is longer still, or of one-hot data, a diagonal.
+        A side up to `max_factor_size` (not counting the bias) gets a full factor, and a longer one a factor with up to
+        `MOST_PIECES` diagonal blocks, whose sizes differ by at most one. A side that is longer still, or has one-hot
+        data, gets a diagonal.
+
+        Args:
+            block: A block with Kronecker factors.
+
+        Returns:
+            The keyword arguments `inputs_diagonal`, `outputs_diagonal`, `inputs_sizes` and `outputs_sizes` of
+            `Kronecker.start` and `KroneckerAccumulator`.
         """
         one_hot = bool(block.layers) and all(layer.data_one_hot for layer in block.layers)
         *_, out, in_ = block.shape
@@ -53,7 +70,7 @@ class Structure:
         }
 
     def size(self, block: Block) -> int:
-        """Numbers that a memory of one task holds for this block, its mean included: what blocks are assigned by."""
+        """Number of elements that a memory of one task stores for this block, mean included; used to balance ranks."""
         weights, name = math.prod(block.shape), self.of(block)
         if name in ("diagonal", "dense"):
             return weights + weights ** (2 if name == "dense" else 1)
@@ -66,7 +83,7 @@ class Structure:
         return 2 * weights + math.prod(groups) * (out + in_ + squares)
 
     def accumulator(self, block: Block, like: Tensor) -> Accumulator:
-        """Zero sums for this block."""
+        """Create the accumulator for this block, on the device of `like`."""
         name = self.of(block)
         if name == "diagonal":
             return DiagonalAccumulator(block, like)

@@ -1,13 +1,13 @@
-"""Many processes: who they are, and what they add up. One process alone never makes a process group.
+"""Distributed computation of a memory with torch.distributed.
 
-Under torchrun, with the process group that the training has made anyway, every rank calls the same methods with its own
-share of the data:
+Under torchrun, with the process group that the training script has initialized, every rank calls the same methods with
+its own share of the data:
 
     torch.distributed.init_process_group()
     memory = limpet.OnlineLaplace(DistributedDataParallel(model))
     memory.consolidate(loader)  # with a DistributedSampler, or any other shards
 
-and every rank has the memory of all of them.
+Afterwards, every rank has the memory of all the data. A single process needs no process group, and none is created.
 """
 
 from limpet.distributed.assignment import share

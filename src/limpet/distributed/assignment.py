@@ -1,4 +1,4 @@
-"""Which rank owns which block, where a memory is spread over several: every block whole, by one rank."""
+"""Assignment of blocks to ranks in a sharded memory, where every block is owned by one rank."""
 
 from __future__ import annotations
 
@@ -9,15 +9,27 @@ from limpet.errors import positive_whole
 
 
 def share(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """The rank of every block, by its name, so that no rank has much more than another.
+    """Assign blocks to ranks such that the load is balanced.
 
-    Greedy: the blocks from the largest to the smallest (equal ones by name), each to the rank that has the least so
-    far (of equal ones the first). The fullest rank then has at most 4/3 - 1/(3 ranks) of what it would have in the best
-    sharing there is (Graham 1969, "Bounds on multiprocessing timing anomalies"). The same on every rank, in whatever
-    order the blocks are given, and nothing has to be sent for it.
+    Uses the greedy longest-processing-time rule: blocks are assigned from the largest to the smallest (ties by name),
+    each to the rank with the smallest load so far (ties to the lowest rank). The largest load is then at most
+    4/3 - 1/(3 ranks) times that of an optimal assignment (Graham 1969, "Bounds on multiprocessing timing anomalies").
+    The result does not depend on the order of the blocks, so all ranks compute the same assignment without
+    communication.
 
-    >>> share({"embedding": 50, "first": 30, "second": 30, "head": 10}, ranks=2)
-    {'embedding': 0, 'first': 1, 'second': 1, 'head': 0}
+    Args:
+        sizes: The size of every block, by name.
+        ranks: The number of ranks.
+
+    Returns:
+        The owning rank of every block, by name.
+
+    Raises:
+        ValueError: If `ranks` is not a positive integer.
+
+    Examples:
+        >>> share({"embedding": 50, "first": 30, "second": 30, "head": 10}, ranks=2)
+        {'embedding': 0, 'first': 1, 'second': 1, 'head': 0}
     """
     loads = [(0, rank) for rank in range(positive_whole("ranks", ranks))]
     owners = {}

@@ -1,8 +1,9 @@
-"""Sharded parameters (DTensor), as `fully_shard` (FSDP2) makes them, and how they reach the rank that owns a block.
+"""Exchange of sharded parameters (DTensors from `fully_shard`, FSDP2) with the ranks that own their blocks.
 
-The memory of a block is kept whole by one rank, its owner (`limpet.distributed.assignment`), and everything that needs
-the block's weights is computed there: their shards are sent to the owner, and the results are sent back as shards. All
-blocks go in one all-to-all, so a rank sends its own shards and receives what it owns, never the whole model.
+The memory of a block is stored unsharded on one rank, its owner (`limpet.distributed.assignment`), and everything that
+needs the block's weights is computed there: their shards are sent to the owner, and the results are sent back as
+shards. All blocks are exchanged in one all-to-all, so a rank sends its own shards and receives the blocks it owns,
+never the whole model.
 """
 
 from __future__ import annotations
@@ -22,22 +23,37 @@ from limpet.errors import UnsupportedError
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor. Who has none need not import what they are."""
+    """Whether a tensor is a DTensor. Does not import `torch.distributed.tensor`."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's piece, without a graph; it shares the memory of what it is a piece of."""
+    """Return this rank's shard of a tensor, detached and sharing its storage.
+
+    Args:
+        tensor: A DTensor or a plain tensor.
+
+    Returns:
+        The local shard, or the whole tensor if it is not a DTensor.
+    """
     if not is_sharded(tensor):
         return tensor.detach()
     with torch.no_grad():
-        piece: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-        return piece
+        shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+        return shard
 
 
 def shard_like(parameter: Tensor, piece: Tensor) -> Tensor:
-    """A piece as the same kind of tensor that the parameter is."""
+    """Wrap a local shard in the same kind of tensor as a parameter.
+
+    Args:
+        parameter: The parameter whose device, dtype and, if it is a DTensor, placements are used.
+        piece: This rank's shard.
+
+    Returns:
+        A DTensor if the parameter is one, and a plain tensor otherwise.
+    """
     piece = piece.to(parameter.device, parameter.dtype)
     if not is_sharded(parameter):
         return piece
@@ -51,9 +67,15 @@ def shard_like(parameter: Tensor, piece: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the pieces of a tensor are: rank r has `spans[r]` of dimension `dim`, or, where that is None, all of it.
+    """How a tensor is distributed over the ranks.
 
-    Ranks on different `lines` have copies of one another.
+    Attributes:
+        shape: The shape of the whole tensor.
+        dtype: Its dtype.
+        dim: The sharded dimension, or None if every rank has the whole tensor.
+        spans: The range of `dim` that each rank has.
+        lines: The replica group of each rank: its mesh coordinates without the sharded mesh dimension. Ranks with
+            equal coordinates together hold one copy of the tensor.
     """
 
     shape: torch.Size
@@ -64,7 +86,19 @@ class Layout:
 
     @classmethod
     def of(cls, name: str, tensor: Any, ranks: int) -> Layout:
-        """How a parameter lies on the ranks."""
+        """Determine the layout of a parameter.
+
+        Args:
+            name: The name of the parameter, for error messages.
+            tensor: The parameter.
+            ranks: The number of ranks.
+
+        Returns:
+            The layout.
+
+        Raises:
+            UnsupportedError: If the parameter is sharded along several mesh dimensions or not over all ranks.
+        """
         if not is_sharded(tensor):
             whole = (0, tensor.shape[0] if tensor.dim() else 1)
             return cls(tensor.shape, tensor.dtype, None, (whole,) * ranks, tuple((rank,) for rank in range(ranks)))
@@ -72,8 +106,9 @@ class Layout:
         cut = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
         if len(cut) > 1 or not all(placements[i].is_shard() for i in cut) or mesh.mesh.numel() != ranks:
             raise UnsupportedError(
-                f"{name} lies on the processes as {placements} on a mesh of {tuple(mesh.mesh.shape)}: limpet follows "
-                "fully_shard over all processes, on a mesh of one dimension, or of two that copies in the other"
+                f"{name} has placements {placements} on a mesh of shape {tuple(mesh.mesh.shape)}, which is not "
+                "supported: use fully_shard over all ranks, on a 1-D mesh or on a 2-D mesh that replicates along the "
+                "other dimension"
             )
         places = [tuple((mesh.mesh == rank).nonzero()[0].tolist()) for rank in range(ranks)]
         if not cut:
@@ -86,32 +121,38 @@ class Layout:
         return cls(tensor.shape, tensor.dtype, dim, spans, lines)
 
     def sends(self, rank: int, owner: int) -> bool:
-        """Whether the owner has its whole tensor from this rank, too."""
+        """Whether `rank` sends its shard to `owner`, which needs one copy of every shard."""
         return rank == owner if self.dim is None else self.lines[rank] == self.lines[owner]
 
     def piece_shape(self, rank: int) -> torch.Size:
-        """The shape of a rank's piece."""
+        """The shape of a rank's shard."""
         if self.dim is None:
             return self.shape
         start, stop = self.spans[rank]
         return torch.Size([stop - start if i == self.dim else size for i, size in enumerate(self.shape)])
 
     def cut_out(self, whole: Tensor, rank: int) -> Tensor:
-        """A rank's piece of a whole tensor."""
+        """A rank's shard of the whole tensor, as a view."""
         if self.dim is None:
             return whole
         start, stop = self.spans[rank]
         return whole.narrow(self.dim, start, stop - start)
 
     def joined(self, pieces: Mapping[int, Tensor]) -> Tensor:
-        """The whole tensor of the pieces by rank."""
+        """Concatenate shards, given by rank, to the whole tensor."""
         if self.dim is None:
             return next(iter(pieces.values()))
         return torch.cat([pieces[rank] for rank in sorted(pieces, key=lambda rank: self.spans[rank])], self.dim)
 
 
 class Exchange:
-    """Brings pieces to their owners, and gives them back. Every method is a collective."""
+    """Sends the shards of parameters to the owners of their blocks, and results back. Its methods are collectives.
+
+    Args:
+        ranks: The process group.
+        parameters: The parameters, by name.
+        owners: The owning rank of every parameter to exchange, by name.
+    """
 
     def __init__(self, ranks: Ranks, parameters: Mapping[str, Tensor], owners: Mapping[str, int]) -> None:
         self.ranks, self.owners = ranks, owners
@@ -120,11 +161,18 @@ class Exchange:
 
     @property
     def own(self) -> list[str]:
-        """The parameters whose blocks this rank keeps."""
+        """The names of the parameters whose blocks this rank owns."""
         return [name for name in self.layouts if self.owners[name] == self.ranks.rank]
 
     def bring(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The whole of every tensor that this rank owns. `tensors` are in pieces as the parameters of their names."""
+        """Gather every tensor on the rank that owns it.
+
+        Args:
+            tensors: Tensors that are sharded like the parameters of the same names.
+
+        Returns:
+            The whole tensors that this rank owns, by name.
+        """
         names, rank, size = sorted(tensors), self.ranks.rank, self.ranks.size
         sent = [
             [local(tensors[n]) for n in names if self.owners[n] == to and self.layouts[n].sends(rank, to)]
@@ -144,7 +192,15 @@ class Exchange:
         return found
 
     def give(self, whole: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-        """This rank's piece of every tensor in `names`; `whole` has those that this rank owns."""
+        """Scatter every tensor from its owner to all ranks.
+
+        Args:
+            whole: The whole tensors that this rank owns, by name.
+            names: The names of the tensors of all owners.
+
+        Returns:
+            This rank's shard of every tensor in `names`.
+        """
         names, rank, size = sorted(names), self.ranks.rank, self.ranks.size
         sent = [[self.layouts[n].cut_out(whole[n], to) for n in names if self.owners[n] == rank] for to in range(size)]
         shapes = [
@@ -154,7 +210,7 @@ class Exchange:
         return {name: next(received[self.owners[name]]) for name in names}
 
     def _swap(self, sent: list[list[Tensor]], shapes: list[list[torch.Size]], names: list[str]) -> list[list[Tensor]]:
-        """One all-to-all of many tensors, in the dtype of their parameters: to every rank those of its list."""
+        """Send `sent[rank]` to every rank and receive tensors of `shapes[rank]`, in one all-to-all of one dtype."""
         if not names:
             return [[] for _ in shapes]
         dtype = reduce(torch.promote_types, (self.layouts[name].dtype for name in names))

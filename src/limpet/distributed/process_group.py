@@ -1,4 +1,4 @@
-"""The processes that measure together, by torch.distributed's own collectives."""
+"""Collectives over the ranks that compute a memory together, built on torch.distributed."""
 
 from __future__ import annotations
 
@@ -21,19 +21,38 @@ _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 @dataclass(frozen=True)
 class Ranks:
-    """All processes of the default group."""
+    """The ranks of the default process group.
+
+    Args:
+        rank: The rank of this process.
+        size: The number of ranks.
+    """
 
     rank: int
     size: int
 
     def gather(self, value: T) -> list[T]:
-        """The value of every rank, in their order. For small things."""
+        """Gather a small picklable object from all ranks.
+
+        Args:
+            value: The object of this rank.
+
+        Returns:
+            The objects of all ranks, in rank order.
+        """
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value)
         return found
 
     def sum(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The sum over all ranks of tensors by name; a rank that lacks one adds nothing to it."""
+        """All-reduce named tensors; a tensor that is missing on a rank counts as zero there.
+
+        Args:
+            tensors: The tensors of this rank, by name.
+
+        Returns:
+            The sums over all ranks, by name.
+        """
         shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
         for some in self.gather({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}):
             shapes.update(some)
@@ -48,9 +67,16 @@ class Ranks:
         return summed
 
     def reduce(self, tensors: Mapping[str, Tensor], to: int) -> dict[str, Tensor] | None:
-        """The sum over all ranks of tensors that all of them have, on rank `to` alone; None on the others.
+        """Sum named tensors that all ranks have, on one of the ranks.
 
-        One message for each dtype, so that whole numbers stay what they are.
+        Sends one message per dtype, so that integers are summed as integers.
+
+        Args:
+            tensors: The tensors of this rank, by name.
+            to: The rank that receives the sums.
+
+        Returns:
+            The sums over all ranks on rank `to`, and None on the others.
         """
         device = self._device(tensors)
         summed: dict[str, Tensor] = {}
@@ -63,21 +89,28 @@ class Ranks:
         return {name: summed[name].to(t.device) for name, t in tensors.items()} if self.rank == to else None
 
     def numbers(self, *values: float) -> list[float]:
-        """The sum over all ranks of each number."""
+        """Sum each of the numbers over all ranks, in float64."""
         total = torch.tensor(values, dtype=torch.float64, device=self._device({}))
         dist.all_reduce(total)
         return [float(value) for value in total]
 
     def raise_together(self, error: Exception | None) -> None:
-        """Raise on all ranks what went wrong on one, so that none waits for another for ever."""
-        told = [(rank, text) for rank, text in enumerate(self.gather(None if error is None else str(error))) if text]
+        """Raise an error on all ranks if it occurred on any of them, so that no rank hangs in a later collective.
+
+        Args:
+            error: The error of this rank, or None.
+
+        Raises:
+            CurvatureError: If another rank had an error and this one did not. A rank with an error raises its own.
+        """
+        errors = [(rank, text) for rank, text in enumerate(self.gather(None if error is None else str(error))) if text]
         if error is not None:
             raise error
-        if told:
-            raise CurvatureError(f"rank {told[0][0]}: {told[0][1]}")
+        if errors:
+            raise CurvatureError(f"rank {errors[0][0]}: {errors[0][1]}")
 
     def _device(self, tensors: Mapping[str, Tensor]) -> torch.device:
-        """Where this backend can add up."""
+        """A device that the backend can reduce tensors on."""
         if dist.get_backend() != "nccl":
             return torch.device("cpu")
         return next(
@@ -86,7 +119,7 @@ class Ranks:
 
 
 def current() -> Ranks | None:
-    """The ranks that measure together now; None for one process, and inside `alone`."""
+    """The active ranks, or None in a single process and inside `alone`."""
     if _alone.get() or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return Ranks(dist.get_rank(), dist.get_world_size())
@@ -94,12 +127,13 @@ def current() -> Ranks | None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """What is measured in the body is this rank's own business: the others need not take part.
+    """Compute on this rank only: inside the body, no collectives are called and the other ranks need not take part.
 
-    >>> from limpet import parallel
-    >>> with parallel.alone():
-    ...     parallel.current() is None
-    True
+    Examples:
+        >>> from limpet import parallel
+        >>> with parallel.alone():
+        ...     parallel.current() is None
+        True
     """
     token = _alone.set(True)
     try:
@@ -110,7 +144,14 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def launched() -> Iterator[bool]:
-    """Join the processes that torchrun started, if it did; True on the first of them, and where there is one alone."""
+    """Initialize the process group if the script was started by torchrun, and destroy it at the end.
+
+    Uses NCCL if CUDA is available and Gloo otherwise. Does nothing in a single process, or if the process group exists
+    already.
+
+    Yields:
+        True on rank 0, in a single process, and if the process group existed already; False on the other ranks.
+    """
     several = dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized()
     if several and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -1,4 +1,4 @@
-"""Data that every rank is given alike."""
+"""Marker for data that is replicated on all ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ReplicatedBatches(Iterable[Any]):
-    """All batches of a task, the same on every rank and in the same order: each rank takes those that are its turn.
+    """All batches of a task, identical and in the same order on every rank; the ranks process them in turn.
 
-    A pass over such data can be stopped and go on, on any number of ranks, because every batch has one number for all:
+    Without this wrapper, `consolidate` treats the batches of each rank as that rank's share of the data. With it, every
+    batch has the same index on all ranks, so an interrupted pass can be resumed on a different number of ranks:
 
         memory.consolidate(limpet.distributed.ReplicatedBatches(batches), checkpoint="pass.safetensors")
 
-    Without it, `consolidate` takes the batches of each rank as that rank's own share.
+    Args:
+        batches: The batches of all ranks.
     """
 
     batches: Iterable[Any]

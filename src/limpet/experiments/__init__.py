@@ -1,8 +1,8 @@
-"""The paper's experiments, and a bench for methods and task sequences of one's own.
+"""The paper's experiments, and a benchmark for custom methods, networks and task sequences.
 
     limpet run permuted-mnist --method online-laplace --structure kronecker
 
-is `run(load_preset("permuted-mnist").resolve({...}), folder)` here. The extra: pip install 'limpet[experiments]'.
+corresponds to `run(load_preset("permuted-mnist").resolve({...}), folder)`. Requires pip install 'limpet[experiments]'.
 """
 
 from limpet.experiments.data import Examples, images

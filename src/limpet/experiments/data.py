@@ -1,7 +1,8 @@
-"""Image sets of the Hugging Face hub as uint8 tensors, decoded once and cached.
+"""Image datasets from the Hugging Face Hub as uint8 tensors, decoded once and cached.
 
-Hub names by default; the environment variable LIMPET_DATA points at a mirror: a folder a set, with `train-*.parquet`
-and `test-*.parquet` as the hub has them. The cache lies in LIMPET_CACHE (default: ~/.cache/limpet).
+Datasets are loaded from the Hub by default. The environment variable LIMPET_DATA points to a local mirror instead, with
+one folder per dataset that contains `train-*.parquet` and `test-*.parquet` as on the Hub. Decoded images are cached in
+LIMPET_CACHE (default: ~/.cache/limpet).
 """
 
 from __future__ import annotations
@@ -29,14 +30,24 @@ HUB = {
     "svhn": ("ufldl-stanford/svhn", "cropped_digits"),
     "cifar10": ("uoft-cs/cifar10", "plain_text"),
 }
-"""Repository and configuration of every set on the hub."""
+"""Hub repository and configuration of each dataset."""
 
 FORMAT = "limpet images"
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Inputs and labels. Pixels stay uint8 until a batch is asked for, and are then (x / 255 - mean) / std."""
+    """Inputs and labels of a dataset.
+
+    Integer inputs are pixels: they stay uint8 until a batch is requested, and become (x / 255 - mean) / std.
+    Floating-point inputs are used as they are.
+
+    Args:
+        inputs: Inputs, with examples along the first dimension.
+        labels: Class index of each example.
+        mean: Mean that is subtracted from pixels in [0, 1].
+        std: Standard deviation by which pixels are then divided.
+    """
 
     inputs: Tensor
     labels: Tensor
@@ -47,7 +58,7 @@ class Examples:
         return len(self.labels)
 
     def batch(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Some rows, ready for a network."""
+        """Return the normalized inputs and the labels of the given rows."""
         inputs = self.inputs[rows]
         if not inputs.is_floating_point():
             shift = torch.tensor(-self.mean / self.std, device=inputs.device)
@@ -55,7 +66,15 @@ class Examples:
         return inputs, self.labels[rows]
 
     def batches(self, size: int, order: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """All rows, in the order given."""
+        """Iterate over batches of all rows.
+
+        Args:
+            size: Number of examples per batch.
+            order: Permutation of the rows; by default they keep their order.
+
+        Yields:
+            Pairs of normalized inputs and labels.
+        """
         if order is None:
             for start in range(0, len(self), size):
                 yield self.batch(slice(start, start + size))
@@ -64,16 +83,16 @@ class Examples:
                 yield self.batch(rows)
 
     def take(self, rows: Tensor | slice) -> Examples:
-        """Some rows as a set of their own."""
+        """Return a new dataset with the given rows."""
         return replace(self, inputs=self.inputs[rows], labels=self.labels[rows])
 
     def to(self, device: torch.device) -> Examples:
-        """The same on a device."""
+        """Return a copy on the given device."""
         return replace(self, inputs=self.inputs.to(device), labels=self.labels.to(device))
 
 
 def joined(sets: list[Examples]) -> Examples:
-    """Several sets as one."""
+    """Concatenate several datasets."""
     if len(sets) == 1:
         return sets[0]
     return replace(sets[0], inputs=torch.cat([s.inputs for s in sets]), labels=torch.cat([s.labels for s in sets]))
@@ -81,14 +100,25 @@ def joined(sets: list[Examples]) -> Examples:
 
 @cache
 def images(name: str, split: str) -> Examples:
-    """A set's images (n, channels, height, width) and labels; `split` is "train" or "test"."""
+    """Load an image dataset, from the cache if it was decoded before.
+
+    Args:
+        name: Name of the dataset, a key of `HUB`.
+        split: "train" or "test".
+
+    Returns:
+        Images of shape (n, channels, height, width) and their labels.
+
+    Raises:
+        LimpetError: If the dataset is unknown or could not be loaded.
+    """
     if name not in HUB:
-        raise LimpetError(f"there is no image set {name!r}{suggestion(name, HUB)}")
+        raise LimpetError(f"unknown image dataset {name!r}{suggestion(name, HUB)}")
     source = _mirror_files(name, split)
     cached = _cache_folder() / f"{name}-{split}-{_fingerprint(name, source)}.safetensors"
     try:
         tensors: Mapping[str, Tensor] = tensor_file.read(cached, FORMAT)[1]
-    except MemoryFileError:  # not there yet, or damaged: decode
+    except MemoryFileError:  # missing or corrupted: decode again
         tensors = _decode(name, split, source)
         cached.parent.mkdir(parents=True, exist_ok=True)
         tensor_file.write(cached, FORMAT, {"set": name, "split": split}, tensors)
@@ -96,14 +126,14 @@ def images(name: str, split: str) -> Examples:
 
 
 def _mirror_files(name: str, split: str) -> list[Path]:
-    """The parquet files of the mirror; none where the hub is asked."""
+    """Return the Parquet files of the local mirror, or an empty list if the Hub is used."""
     mirror = os.environ.get("LIMPET_DATA")
     if not mirror:
         return []
     found = sorted((Path(mirror) / name).glob(f"{split}-*.parquet"))
     if not found:
         raise LimpetError(
-            f"LIMPET_DATA is {mirror}, but there is no {name}/{split}-*.parquet in it: unset it to load from the hub"
+            f"LIMPET_DATA is {mirror}, which contains no {name}/{split}-*.parquet: unset it to load from the Hub"
         )
     return found
 
@@ -113,13 +143,15 @@ def _cache_folder() -> Path:
 
 
 def _fingerprint(name: str, source: list[Path]) -> str:
-    told: list[object] = [HUB[name]]
+    """Return a hash that changes when the source files change."""
+    identity: list[object] = [HUB[name]]
     if source:
-        told = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source]
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:12]
+        identity = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source]
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
 
 
 def _decode(name: str, split: str, source: list[Path]) -> dict[str, Tensor]:
+    """Load a dataset and decode its images into one uint8 tensor."""
     try:
         import datasets
         from tqdm.auto import tqdm
@@ -133,13 +165,13 @@ def _decode(name: str, split: str, source: list[Path]) -> dict[str, Tensor]:
         else:
             loaded = datasets.load_dataset(*HUB[name], split=split)
     except Exception as error:
-        where = "the mirror" if source else f"the hub ({HUB[name][0]})"
+        where = "the mirror" if source else f"the Hub ({HUB[name][0]})"
         raise LimpetError(f"{name} could not be loaded from {where}: {error}") from error
     finally:
         if shown:
             datasets.enable_progress_bars()
     image, label = _columns(loaded.features)
-    bar = tqdm(loaded, desc=f"decoding {name} {split}, once", unit=" images", delay=1.0, leave=False, disable=None)
+    bar = tqdm(loaded, desc=f"decoding {name} {split}", unit=" images", delay=1.0, leave=False, disable=None)
     pictures = np.stack([np.asarray(row[image]) for row in bar])
     pictures = pictures[..., None] if pictures.ndim == 3 else pictures
     return {
@@ -149,9 +181,9 @@ def _decode(name: str, split: str, source: list[Path]) -> dict[str, Tensor]:
 
 
 def _columns(features: Any) -> tuple[str, str]:
-    """Which column holds the pictures and which the labels, whatever they are called."""
+    """Return the names of the image column and the label column."""
     image = [name for name, kind in features.items() if type(kind).__name__ == "Image"]
     label = [name for name, kind in features.items() if type(kind).__name__ == "ClassLabel"] or ["label"]
     if not image or label[0] not in features:
-        raise LimpetError(f"no column of images and one of labels among {', '.join(features)}")
+        raise LimpetError(f"the dataset needs an image column and a label column, but has {', '.join(features)}")
     return image[0], label[0]

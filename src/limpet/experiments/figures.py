@@ -1,4 +1,4 @@
-"""The paper's figures, drawn from records."""
+"""The paper's figures, drawn from run records."""
 
 from __future__ import annotations
 
@@ -28,24 +28,28 @@ CURVES = ("online-laplace/kronecker", "online-laplace/diagonal", "si")
 
 
 def draw_all(experiment: Experiment, folder: Path) -> list[Path]:
-    """Every figure that the runs of an experiment allow."""
+    """Draw every figure for which the experiment has the required runs.
+
+    Args:
+        experiment: The runs of one experiment.
+        folder: Output folder.
+
+    Returns:
+        The paths of the PNG files written, one per figure.
+    """
     written = []
     for name, draw in FIGURES.items():
         figure = draw(experiment)
         if figure is not None:
-            written += _save(figure, folder / name)
+            written.append(_save(figure, folder / f"{name}.png"))
     return written
 
 
-def _save(figure: Any, path: Path) -> list[Path]:
-    import matplotlib
-
+def _save(figure: Any, path: Path) -> Path:
+    """Save a figure as PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    paths = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
-    with matplotlib.rc_context({"svg.hashsalt": "limpet"}):  # the same figure is the same file
-        figure.savefig(paths[0], dpi=130, metadata={"Software": None})
-        figure.savefig(paths[1], metadata={"Date": None})
-    return paths
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+    return path
 
 
 def _axes(rows: int = 1, columns: int = 1, size: tuple[float, float] = (6.0, 3.8), **options: Any) -> tuple[Any, Any]:
@@ -65,7 +69,7 @@ def _style(label: str) -> dict[str, Any]:
 
 
 def _statistic(variant: Variant, statistic: Callable[[Sequence[float]], float]) -> tuple[list[int], list[float]]:
-    """A statistic of the tasks seen so far after each task, mean over seeds."""
+    """Return task counts and, for each, a statistic over the tasks seen so far, averaged over seeds."""
     ticks, values = [], []
     for number in range(variant.records[0].tasks):
         rows = [_row(record, number) for record in variant.records]
@@ -80,7 +84,7 @@ def _row(record: Record, number: int) -> list[float]:
 
 
 def accuracy_over_tasks(experiment: Experiment) -> Any:
-    """Fig. 1 of the paper: mean test accuracy over the number of tasks; joint training dotted."""
+    """Fig. 1 of the paper: mean test accuracy against the number of tasks, with joint training dotted."""
     if experiment.variants[0].records[0].tasks < 3:
         return None
     figure, axes = _axes(1, 2, (10, 4.4))
@@ -107,7 +111,7 @@ def _mean(row: Sequence[float]) -> float:
 
 
 def the_first_task(experiment: Experiment) -> Any:
-    """All tasks and the first one: without a memory, with a diagonal, with Kronecker factors."""
+    """Plot the accuracy on all tasks and on the first one: plain training, diagonal and Kronecker-factored Laplace."""
     labels = ("fine-tuning", "online-laplace/diagonal", "online-laplace/kronecker")
     if not all(map(experiment.has, labels)) or experiment.variants[0].records[0].tasks < 3:
         return None
@@ -125,7 +129,7 @@ def the_first_task(experiment: Experiment) -> Any:
 
 
 def _named(variant: Variant) -> str:
-    """The label, with the strength where the method has one."""
+    """Return the label of a variant, with its strength if the method has one."""
     name = variant.label.replace("/", ", ")
     return f"{name} ({variant.strength_text})" if variant.records[0].kept_bytes else name
 
@@ -140,7 +144,7 @@ STATISTICS: dict[str, tuple[Callable[[Sequence[float]], float], dict[str, Any]]]
 
 
 def effect_of_strength(experiment: Experiment) -> Any:
-    """Fig. 2 of the paper: what becomes of the tasks at the smallest, the best and the largest strength."""
+    """Plot the accuracy on old and new tasks at the smallest, best and largest strength, as in Fig. 2 of the paper."""
     rows = []
     for structure in ("kronecker", "diagonal"):
         swept = experiment.swept(f"online-laplace/{structure}")
@@ -168,7 +172,7 @@ def effect_of_strength(experiment: Experiment) -> Any:
 
 
 def accuracy_over_strength(experiment: Experiment) -> Any:
-    """Fig. 3 of the paper: test accuracy over the strength (for SI: its c)."""
+    """Plot the test accuracy against the strength (c for Synaptic Intelligence), as in Fig. 3 of the paper."""
     swept = [label for label in experiment.labels() if len(dict(experiment.swept(label))) >= 3]
     if not swept:
         return None
@@ -189,11 +193,11 @@ def accuracy_over_strength(experiment: Experiment) -> Any:
 
 
 def curves_through_training(experiment: Experiment) -> Any:
-    """Fig. 4 of the paper: accuracy on each task from when its training began; dotted: a network of its own."""
+    """Plot the accuracy on each task during training, as in Fig. 4 of the paper; dotted: one network per task."""
     labels = [label for label in CURVES if experiment.has(label) and experiment.best(label).records[0].curve]
     if not labels:
         return None
-    # the axis is epochs, so only runs with as many of them go beside each other
+    # The x-axis is epochs, so only runs with the same number of epochs are comparable.
     length = len(experiment.best(labels[0]).records[0].curve)
     labels = [label for label in labels if len(experiment.best(label).records[0].curve) == length]
     names = experiment.best(labels[0]).records[0].names
@@ -227,7 +231,7 @@ FIGURES: dict[str, Callable[[Experiment], Any]] = {
 
 
 def stakes(found: Inspection) -> Any:
-    """Layer by layer, direction by direction: what a new task would overwrite, from the most held to the free."""
+    """Plot the predicted cost of overwriting each direction of each block, from most to least constrained."""
     from matplotlib.colors import LogNorm
 
     columns = 200
@@ -242,7 +246,7 @@ def stakes(found: Inspection) -> Any:
     shown = axis.imshow(grid, aspect="auto", norm=norm, cmap="magma", extent=(0, 100, len(rows), 0))
     axis.grid(False)
     axis.set_yticks([i + 0.5 for i in range(len(rows))], [block.name for block in found.blocks], fontsize=8)
-    axis.set(xlabel="directions of the block, the most held first (%)")
+    axis.set(xlabel="directions of the block, most constrained first (%)")
     axis.set_title("what a new task would overwrite", fontsize=11)
     figure.colorbar(shown, ax=axis, label="nats per example")
     return figure

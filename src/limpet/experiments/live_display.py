@@ -1,4 +1,4 @@
-"""What a person at a terminal sees of a run: how far it is, what is still known, and what is about to be forgotten."""
+"""Live terminal display of a run: progress, accuracy on each task, and the forecast of forgetting."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ from limpet.experiments.record import Record
 from limpet.experiments.runner import Watcher
 
 SHOWN = 12
-"""Tasks, or blocks, that are shown at a time."""
+"""Maximum number of tasks, or blocks, shown at a time."""
 
 WIDTH = 24
 
 
 class LiveDisplay(Watcher):
-    """A live panel and a line for every task. Off a terminal only the lines are printed."""
+    """Show a live panel and print one line per task; without a terminal, only the lines are printed.
+
+    Args:
+        title: Title of the run.
+        console: The console to print to.
+    """
 
     def __init__(self, title: str, console: Console) -> None:
         self.title, self.console = title, console
@@ -49,13 +54,14 @@ class LiveDisplay(Watcher):
         self._live.stop()
 
     def begun(self, record: Record, tasks: int) -> None:
-        """The title, and where a run goes on."""
+        """Print the title, and the task from which a run resumes."""
         self.console.print(f"[bold]{self.title}[/bold]" + (f", from task {record.tasks + 1}" if record.tasks else ""))
         self._progress.update(self._tasks, total=tasks, completed=record.tasks)
         self._take(record)
 
     def updated(self, task: int, epoch: int, done: int, total: int, method: Method) -> None:
-        """Drawn at most ten times a second and glanced at once: an update of a small network takes a millisecond."""
+        """Refresh the progress bars and the status of the method."""
+        # An update of a small network takes a millisecond: draw at most ten times and poll at most once a second.
         now = time.monotonic()
         if not self.console.is_terminal or (now - self._drawn < 0.1 and done != total):
             return
@@ -67,7 +73,7 @@ class LiveDisplay(Watcher):
             self._live.update(self.rendered())
 
     def learned(self, record: Record) -> None:
-        """A line for the task."""
+        """Print the accuracies after a task."""
         self._progress.update(self._tasks, completed=record.tasks)
         self._take(record)
         row = self._accuracy
@@ -86,17 +92,17 @@ class LiveDisplay(Watcher):
         self._accuracy = [value for value in row if value is not None]
 
     def rendered(self) -> RenderableType:
-        """The panel as it is now."""
+        """Return the current panel."""
         parts: list[RenderableType] = [self._progress]
         tables = Table.grid(padding=(0, 4))
-        known = _bars("known", zip(self._names, self._accuracy, strict=False), 100.0, "{:.1f} %", newest=True)
+        known = _bars("accuracy", zip(self._names, self._accuracy, strict=False), 100.0, "{:.1f} %", newest=True)
         status = self._status
         if status.forecast is None:
             tables.add_row(known)
         else:
             ranked = sorted(status.blocks.items(), key=lambda block: -block[1])
             full = status.budget or max(status.forecast, 1e-12)
-            tables.add_row(known, _bars("being forgotten", ranked, full, "{:.4f} nats"))
+            tables.add_row(known, _bars("forecast by block", ranked, full, "{:.4f} nats"))
         parts.append(Padding(tables, (1, 2)))
         if status.forecast is not None:
             parts.append(Padding(_sentence(status), (0, 2)))
@@ -104,7 +110,7 @@ class LiveDisplay(Watcher):
 
 
 def _bars(title: str, values: Iterable[tuple[str, float]], full: float, form: str, *, newest: bool = False) -> Table:
-    """Names with a bar each; of many, the first and the last half, or the first ones."""
+    """Return a table of bars; if there are too many, show the first and last (`newest`) or only the first ones."""
     rows = list(values)
     table = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 1))
     gap = len(rows) - SHOWN
@@ -121,7 +127,7 @@ def _bars(title: str, values: Iterable[tuple[str, float]], full: float, form: st
 
 
 def _sentence(status: Status) -> str:
-    forecast = f"forecast: older tasks lose {status.forecast:.4f} nats per example"
+    forecast = f"forecast: loss on earlier tasks rises by {status.forecast:.4f} nats per example"
     if status.budget is not None and status.forecast is not None:
         forecast += f", {100 * status.forecast / status.budget:.0f} % of the budget of {status.budget:g}"
     return f"{forecast}; penalty {status.penalty:.4f}"

@@ -1,4 +1,4 @@
-"""What is done against forgetting. A new method is one class with up to three verbs: hold, learned, state.
+"""Continual-learning methods. To add one, subclass `Method` and override `hold`, `learned` and `state` as needed.
 
 >>> from contextlib import nullcontext
 >>> from limpet.experiments import METHODS, Method
@@ -35,55 +35,88 @@ CURVATURE_BATCH = 1000
 
 @dataclass(frozen=True)
 class Status:
-    """What a method can say while a task is learned, in nats per example."""
+    """Status of a method during training, in nats per example.
 
-    forecast: float | None = None  # the predicted rise of the loss on older tasks,
-    blocks: Mapping[str, float] = field(default_factory=dict)  # the share of each block of weights,
-    budget: float | None = None  # and what is allowed
-    penalty: float | None = None  # as it stands beside the loss
+    Attributes:
+        forecast: The predicted increase of the loss on earlier tasks.
+        blocks: The contribution of each block to the forecast.
+        budget: The largest forecast allowed.
+        penalty: The penalty, scaled like the mean loss.
+    """
+
+    forecast: float | None = None
+    blocks: Mapping[str, float] = field(default_factory=dict)
+    budget: float | None = None
+    penalty: float | None = None
 
     def numbers(self) -> dict[str, float]:
-        """What is worth a curve in the log."""
+        """Return the forecast and the penalty, those that are not None, by name."""
         return {name: value for name in ("forecast", "penalty") if (value := getattr(self, name)) is not None}
 
 
 class Method:
-    """Plain training of one network, task after task: what every other method is measured against."""
+    """Plain sequential training of one network: the baseline for all other methods.
 
-    structures: tuple[str, ...] = ()  # the first is the default; none: the method has no structure
-    fresh = False  # a new network for every task
-    joint = False  # trains on the data of all tasks so far
+    Subclasses override the hooks that they need.
+
+    Args:
+        model: The network to train.
+        recipe: The recipe of the run.
+
+    Attributes:
+        structures: Supported curvature structures, default first; empty if the method has none.
+        fresh: Whether each task starts from a new network.
+        joint: Whether the method trains on the data of all tasks so far.
+    """
+
+    structures: tuple[str, ...] = ()
+    fresh = False
+    joint = False
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self.model, self.recipe = model, recipe
 
     def hold(self, optimizer: torch.optim.Optimizer, examples: int) -> AbstractContextManager[Any]:
-        """What is around the training of a task of so many examples."""
+        """Return the context manager in which a task is trained.
+
+        Args:
+            optimizer: The optimizer of the task.
+            examples: Number of training examples of the task.
+        """
         return nullcontext()
 
     def epoch(self, lesson: Lesson) -> None:
-        """Another epoch of a task is over, and it is not the last one."""
+        """Handle the end of an epoch other than the last one of a task.
+
+        Args:
+            lesson: The data of the task.
+        """
 
     def learned(self, lesson: Lesson, earlier: Callable[[], Iterable[Lesson]]) -> None:
-        """A task is trained; `lesson` is what it was trained on, `earlier()` what the tasks before were."""
+        """Handle the end of a task, e.g. by consolidating it.
+
+        Args:
+            lesson: The data of the task.
+            earlier: Returns the data of all earlier tasks.
+        """
 
     def status(self) -> Status:
-        """What is known now, cheap enough to be asked for once a second."""
+        """Return the current status; called about once a second, so it must be cheap."""
         return Status()
 
     def state(self) -> State:
-        """What the method must remember to go on, also in the middle of a task."""
+        """Return the state needed to resume, also in the middle of a task."""
         return {"metadata": "{}", "tensors": {}}
 
     def load(self, state: State) -> None:
-        """Go on from a state."""
+        """Restore a state returned by `state`."""
 
     def save(self, path: Path) -> None:
-        """Keep what is known in a file."""
+        """Save the memory of the method, if any, to a file."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept between tasks, beside the network."""
+        """Number of bytes stored between tasks in addition to the network."""
         return 0
 
 
@@ -93,26 +126,26 @@ METHODS.register("fine-tuning")(Method)
 
 @METHODS.register("joint")
 class Joint(Method):
-    """A new network trained on the data of all tasks so far: what would be possible if all data were kept."""
+    """A new network trained on the data of all tasks so far: the reference if all data could be stored."""
 
     fresh = joint = True
 
 
 @METHODS.register("one-network-per-task")
 class OneNetworkPerTask(Method):
-    """A network for every task, so nothing can be forgotten and nothing is shared."""
+    """A separate network per task: no forgetting and no transfer."""
 
     fresh = True
 
 
 class WithMemory(Method):
-    """A limpet memory holds the network."""
+    """Training protected by a limpet memory."""
 
     memory: limpet.Memory
-    _examples = 1  # of the task being learned
+    _examples = 1  # of the current task
 
     def hold(self, optimizer: torch.optim.Optimizer, examples: int) -> AbstractContextManager[Any]:
-        """`memory.protect`."""
+        """Return `memory.protect(...)`."""
         options = self.recipe.memory
         every = options.every if options.mode != "gradient" and isinstance(optimizer, torch.optim.SGD) else 1
         self._examples = examples
@@ -120,7 +153,7 @@ class WithMemory(Method):
 
     @torch.no_grad()
     def status(self) -> Status:
-        """The memory's forecast and penalty."""
+        """Return the memory's forecast and penalty."""
         if not self.memory.tasks:
             return Status()
         forecast = self.memory.forecast()
@@ -128,25 +161,25 @@ class WithMemory(Method):
         return Status(float(forecast), forecast.blocks, self.recipe.memory.budget, penalty)
 
     def state(self) -> State:
-        """The memory's own."""
+        """Return the state dict of the memory."""
         return self.memory.state_dict()
 
     def load(self, state: State) -> None:
-        """The memory's own."""
+        """Restore the state dict of the memory."""
         self.memory.load_state_dict(state)
 
     def save(self, path: Path) -> None:
-        """A memory file."""
+        """Save the memory file."""
         self.memory.save(path)
 
     @property
     def nbytes(self) -> int:
-        """The memory's own."""
+        """Size of the memory in bytes."""
         return self.memory.nbytes
 
 
 class Laplace(WithMemory):
-    """The three Laplace methods of the paper."""
+    """Base class of the three Laplace methods of the paper."""
 
     kind: type[limpet.OnlineLaplace | limpet.PerTaskLaplace | limpet.ApproximateLaplace]
     memory: limpet.OnlineLaplace | limpet.PerTaskLaplace | limpet.ApproximateLaplace
@@ -166,12 +199,12 @@ class Laplace(WithMemory):
         )
 
     def learned(self, lesson: Lesson, earlier: Callable[[], Iterable[Lesson]]) -> None:
-        """`memory.consolidate`, with the older data where the method asks for them."""
+        """Call `memory.consolidate`, passing earlier data if the method requires them."""
         options: dict[str, Any] = {}
         if isinstance(self.memory, limpet.ApproximateLaplace):
             options["earlier"] = [Shuffled(older, self.recipe.seed) for older in earlier()]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NotProtectedWarning)  # heads of other tasks go unused
+            warnings.simplefilter("ignore", NotProtectedWarning)  # heads of other tasks are unused
             self.memory.consolidate(
                 Shuffled(lesson, self.recipe.seed),
                 limit=self.recipe.memory.limit,
@@ -183,45 +216,45 @@ class Laplace(WithMemory):
 
 @METHODS.register("online-laplace")
 class OnlineLaplace(Laplace):
-    """One Gaussian that takes in every task (section 2.2 of the paper)."""
+    """Online Laplace: one Gaussian posterior, updated after every task (section 2.2 of the paper)."""
 
     kind = limpet.OnlineLaplace
 
 
 @METHODS.register("per-task-laplace")
 class PerTaskLaplace(Laplace):
-    """A penalty for every task; with a diagonal it is EWC."""
+    """Per-task Laplace: one quadratic penalty per task; EWC if diagonal."""
 
     kind = limpet.PerTaskLaplace
 
 
 @METHODS.register("approximate-laplace")
 class ApproximateLaplace(Laplace):
-    """All curvature measured anew after every task, which needs the old data."""
+    """Approximate Laplace: all curvature measured again after every task, which requires the old data."""
 
     kind = limpet.ApproximateLaplace
 
 
 @METHODS.register("repair")
 class Repair(Laplace):
-    """Plain training, and one repair after every task; `memory.repair` is its strength."""
+    """Plain training with one repair after every task, of strength `memory.repair`."""
 
     kind = limpet.OnlineLaplace
     memory: limpet.OnlineLaplace
 
     def hold(self, optimizer: torch.optim.Optimizer, examples: int) -> AbstractContextManager[Any]:
-        """Nothing holds."""
+        """Train without protection."""
         return nullcontext()
 
     def status(self) -> Status:
-        """The memory's forecast: there is no penalty."""
+        """Return the memory's forecast; there is no penalty."""
         if not self.memory.tasks:
             return Status()
         forecast = self.memory.forecast()
         return Status(float(forecast), forecast.blocks)
 
     def learned(self, lesson: Lesson, earlier: Callable[[], Iterable[Lesson]]) -> None:
-        """`limpet.repair`, then `memory.consolidate`."""
+        """Call `limpet.repair`, then `memory.consolidate`."""
         self._repair(lesson)
         super().learned(lesson, earlier)
 
@@ -230,7 +263,7 @@ class Repair(Laplace):
             return
         options = self.recipe.memory
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NotProtectedWarning)  # heads of other tasks go unused
+            warnings.simplefilter("ignore", NotProtectedWarning)  # heads of other tasks are unused
             limpet.repair(
                 self.model,
                 self.memory,
@@ -244,29 +277,29 @@ class Repair(Laplace):
 
 @METHODS.register("repair-rounds")
 class RepairRounds(Repair):
-    """Plain training with a repair after every epoch, so that no displacement gets large."""
+    """Plain training with a repair after every epoch, which keeps displacements small."""
 
     def epoch(self, lesson: Lesson) -> None:
-        """`limpet.repair`."""
+        """Call `limpet.repair`."""
         self._repair(lesson)
 
 
 @METHODS.register("protect-repair")
 class ProtectRepair(Repair):
-    """Protection while a task is learned (`memory.strength`), and a repair after it (`memory.repair`)."""
+    """Protection during training (`memory.strength`) and a repair after every task (`memory.repair`)."""
 
     def hold(self, optimizer: torch.optim.Optimizer, examples: int) -> AbstractContextManager[Any]:
-        """`memory.protect`."""
+        """Return `memory.protect(...)`."""
         return WithMemory.hold(self, optimizer, examples)
 
     def status(self) -> Status:
-        """The memory's forecast and penalty."""
+        """Return the memory's forecast and penalty."""
         return WithMemory.status(self)
 
 
 @METHODS.register("si")
 class SynapticIntelligence(WithMemory):
-    """Synaptic Intelligence; the strength is its c."""
+    """Synaptic Intelligence; the strength is c."""
 
     memory: limpet.SynapticIntelligence
 
@@ -274,16 +307,21 @@ class SynapticIntelligence(WithMemory):
         super().__init__(model, recipe)
         strength = recipe.memory.strength
         if isinstance(strength, str):
-            raise LimpetError("si has no strength='auto': give its c, such as --strength 0.1")
+            raise LimpetError("si does not support strength='auto': pass its c as a number, e.g. --strength 0.1")
         self.memory = limpet.SynapticIntelligence(model, strength=strength, damping=recipe.memory.damping)
 
     def learned(self, lesson: Lesson, earlier: Callable[[], Iterable[Lesson]]) -> None:
-        """No data are needed."""
+        """Call `memory.consolidate`, which needs no data."""
         self.memory.consolidate()
 
 
 class Shuffled:
-    """A task's data as batches (inputs, labels, head), in an order that the seed decides: the first n are a sample."""
+    """Batches (inputs, labels, head) of a task in a seeded random order, so that the first n are a random sample.
+
+    Args:
+        lesson: The data of the task.
+        seed: Seed of the order.
+    """
 
     def __init__(self, lesson: Lesson, seed: int) -> None:
         self.lesson, self.seed = lesson, seed
@@ -302,11 +340,21 @@ def _forward(model: nn.Module, batch: tuple[Tensor, Tensor, int]) -> tuple[Tenso
 
 
 def with_structure(recipe: Recipe) -> Recipe:
-    """The recipe with its method's default structure, or an error where the two do not go together."""
+    """Return the recipe with its method's default structure filled in.
+
+    Args:
+        recipe: The recipe.
+
+    Returns:
+        The recipe, unchanged if it has a structure or its method has none.
+
+    Raises:
+        LimpetError: If the method does not support the structure.
+    """
     allowed = METHODS[recipe.method].structures
     if recipe.structure is None:
         return recipe.model_copy(update={"structure": allowed[0]}) if allowed else recipe
     if recipe.structure not in allowed:
-        takes = f"takes {', '.join(allowed)}" if allowed else "has no structure"
-        raise LimpetError(f"{recipe.method} {takes}, not {recipe.structure!r}")
+        supported = f"supports {', '.join(allowed)}" if allowed else "has no structure option"
+        raise LimpetError(f"{recipe.method} {supported}, not {recipe.structure!r}")
     return recipe

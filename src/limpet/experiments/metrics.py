@@ -1,6 +1,6 @@
-"""Numbers from an accuracy matrix, and the scores of one network on one task.
+"""Continual-learning metrics of an accuracy matrix, and scores of a network on one task.
 
-R[t][i] is the accuracy on task i after task t was learned, in percent (Lopez-Paz and Ranzato 2017).
+R[t][i] is the accuracy on task i after training on task t, in percent (Lopez-Paz and Ranzato 2017).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Matrix = Sequence[Sequence[float | None]]
 
 
 class Score(NamedTuple):
-    """Accuracy in percent, negative log likelihood in nats, calibration error in percent."""
+    """Accuracy in percent, negative log-likelihood in nats, expected calibration error in percent."""
 
     accuracy: float
     nll: float
@@ -31,7 +31,20 @@ class Score(NamedTuple):
 
 @torch.no_grad()
 def score(model: nn.Module, examples: Examples, head: int, batch_size: int) -> Score:
-    """How a network does on a set."""
+    """Evaluate a network on a dataset.
+
+    Args:
+        model: The network; its training mode is restored afterwards.
+        examples: The dataset.
+        head: Head of the network to use.
+        batch_size: Number of examples per batch.
+
+    Returns:
+        The score over all examples.
+
+    Raises:
+        LimpetError: If an output is not finite.
+    """
     was_training = model.training
     model.eval()
     try:
@@ -39,12 +52,19 @@ def score(model: nn.Module, examples: Examples, head: int, batch_size: int) -> S
     finally:
         model.train(was_training)
     if not bool(torch.isfinite(logits).all()):
-        raise LimpetError("the network's outputs hold inf or nan: training diverged, a smaller training.lr may help")
+        raise LimpetError("the network's outputs contain inf or nan: training diverged, try a smaller training.lr")
     return score_logits(logits, examples.labels)
 
 
 def score_logits(logits: Tensor, labels: Tensor) -> Score:
-    """The same from logits.
+    """Compute the score from logits.
+
+    Args:
+        logits: Logits of shape (n, classes).
+        labels: Class indices of shape (n,).
+
+    Returns:
+        The score over all examples.
 
     >>> logits = torch.tensor([[9.0, 0.0], [9.0, 0.0], [9.0, 0.0], [9.0, 0.0]])
     >>> [round(value, 1) for value in score_logits(logits, torch.tensor([0, 0, 0, 1]))]
@@ -61,7 +81,16 @@ def score_logits(logits: Tensor, labels: Tensor) -> Score:
 
 
 def calibration_error(confidence: Tensor, correct: Tensor, bins: int = BINS) -> float:
-    """Expected calibration error: sum over bins of (share of examples) |accuracy - confidence| (Guo et al. 2017)."""
+    """Expected calibration error: sum over bins of (share of examples) |accuracy - confidence| (Guo et al. 2017).
+
+    Args:
+        confidence: Probability of the predicted class, per example.
+        correct: Whether the prediction is correct, per example.
+        bins: Number of equal-width bins of the confidence.
+
+    Returns:
+        The error, between 0 and 1.
+    """
     confidence, correct = widened(confidence), widened(correct)
     which = (confidence * bins).long().clamp_(max=bins - 1)
     gaps = torch.zeros(bins, dtype=torch.double, device=confidence.device).index_add_(0, which, correct - confidence)
@@ -69,12 +98,12 @@ def calibration_error(confidence: Tensor, correct: Tensor, bins: int = BINS) -> 
 
 
 def last_row(accuracy: Matrix) -> list[float]:
-    """Accuracy on every task at the end."""
+    """Return the final accuracy on every task."""
     return [value for value in accuracy[-1] if value is not None]
 
 
 def average(accuracy: Matrix) -> float:
-    """Mean over all tasks at the end.
+    """Return the final accuracy averaged over all tasks.
 
     >>> R = [[90.0, 10.0], [80.0, 90.0]]
     >>> average(R), forgetting(R), backward_transfer(R), forward_transfer(R, [5.0, 8.0])
@@ -85,15 +114,17 @@ def average(accuracy: Matrix) -> float:
 
 
 def forgetting(accuracy: Matrix) -> float | None:
-    """How far each task fell from its best, mean over all but the last (Chaudhry et al. 2018)."""
+    """Mean drop of each task from its best accuracy, over all tasks but the last (Chaudhry et al. 2018)."""
     columns = _columns(accuracy)[:-1]
-    if not columns or any(len(row) <= task for task, row in enumerate(accuracy)):  # not tested when it was learned
+    if not columns or any(
+        len(row) <= task for task, row in enumerate(accuracy)
+    ):  # some task was not tested right after training
         return None
     return sum(max(column[:-1]) - column[-1] for column in columns) / len(columns)
 
 
 def backward_transfer(accuracy: Matrix) -> float | None:
-    """What later tasks did to earlier ones: mean of R[T][i] - R[i][i]."""
+    """Influence of later tasks on earlier ones: mean of R[T][i] - R[i][i]."""
     last = accuracy[-1]
     pairs = [(last[i], accuracy[i][i]) for i in range(len(accuracy) - 1) if accuracy[i]]
     gains = [end - begin for end, begin in pairs if end is not None and begin is not None]
@@ -101,7 +132,15 @@ def backward_transfer(accuracy: Matrix) -> float | None:
 
 
 def forward_transfer(accuracy: Matrix, untrained: Sequence[float]) -> float | None:
-    """What earlier tasks did for one not yet learned: mean of R[i-1][i] - (accuracy of the untrained network)."""
+    """Influence of earlier tasks on the next one: mean of R[i-1][i] - (accuracy of the untrained network).
+
+    Args:
+        accuracy: The accuracy matrix R.
+        untrained: Accuracy of the untrained network on each task.
+
+    Returns:
+        The mean, or None if a value is missing.
+    """
     gains = []
     for i in range(1, len(accuracy)):
         ahead = accuracy[i - 1][i] if len(accuracy[i - 1]) > i else None
@@ -112,7 +151,7 @@ def forward_transfer(accuracy: Matrix, untrained: Sequence[float]) -> float | No
 
 
 def _columns(accuracy: Matrix) -> list[list[float]]:
-    """For each task its accuracies from when it was learned."""
+    """Return for each task its accuracies from its own training onwards."""
     columns = []
     for i in range(len(accuracy)):
         values = [accuracy[t][i] for t in range(i, len(accuracy)) if len(accuracy[t]) > i]

@@ -1,7 +1,8 @@
-"""Recipes: everything that decides the result of a run, as typed configuration, with YAML presets in the package.
+"""Recipes: typed configuration of everything that determines the result of a run, with YAML presets.
 
-A preset has the parts `about` (a line of text), `recipe` (what all methods share), `methods` (what one of them changes)
-and `grids` (what a sweep of it tries). A recipe is resolved from it in that order; the command line comes last.
+A preset consists of `about` (a description), `recipe` (settings shared by all methods), `methods` (overrides for a
+method or method/structure) and `grids` (the values that a sweep tries). Settings are merged in that order, and options
+of the command line are applied last.
 """
 
 from __future__ import annotations
@@ -23,33 +24,49 @@ PRESETS = resources.files("limpet.experiments") / "presets"
 
 
 class Part(BaseModel):
-    """A part of a recipe: unknown keys are errors, and nothing changes once it is made."""
+    """Base class of configuration objects: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Pixels(Part):
-    """A network sees (x / 255 - mean) / std."""
+    """Normalization of pixels: (x / 255 - mean) / std."""
 
     mean: float = 0.0
     std: float = Field(1.0, gt=0)
 
 
 class NetworkChoice(Part):
-    """A network by name, and what its function takes."""
+    """Name of a network in `NETWORKS`, and keyword arguments of its function."""
 
     name: str = "mlp"
     options: dict[str, Any] = {}
 
 
 class Training(Part):
-    """How one task is learned.
+    """Training on one task.
 
-    The learning rate of task t = 0, 1, ... begins at lr / (1 + task_decay t), as in appendix D of the paper, or at
-    lr / max(1, strength_decay strength) from the second task on, as in its section 4.2. Within a task it stays
-    ("constant"), falls to zero on a cosine, or is multiplied by `drop` every `drop_epochs` epochs or `drop_updates`
-    updates ("step"). With `patience` a task ends once its validation error has not improved for so many epochs, at the
-    earliest after `epochs` and at the latest after `max_epochs`.
+    The initial learning rate of task t = 0, 1, ... is lr / (1 + task_decay t), as in appendix D of the paper; from the
+    second task on it is also divided by max(1, strength_decay strength), as in section 4.2. Within a task it is
+    constant, follows a cosine to zero, or is multiplied by `drop` every `drop_epochs` epochs or `drop_updates` updates
+    ("step").
+
+    Attributes:
+        optimizer: "sgd" or "adam".
+        lr: Learning rate of the first task.
+        momentum: Momentum of SGD.
+        nesterov: Whether the momentum is Nesterov's.
+        batch_size: Number of examples per update.
+        epochs: Number of epochs per task; with `patience`, the minimum.
+        schedule: Learning-rate schedule within a task: "constant", "cosine" or "step".
+        drop: Factor of the step schedule.
+        drop_epochs: Number of epochs between steps.
+        drop_updates: Number of updates between steps; takes precedence over `drop_epochs`.
+        task_decay: Decay of the initial learning rate with the number of tasks.
+        strength_decay: Decay of the initial learning rate with the strength of the memory.
+        validation: Number of training examples per task held out for validation.
+        patience: Stop a task once its validation accuracy has not improved for this many epochs.
+        max_epochs: Maximum number of epochs per task with `patience`.
     """
 
     optimizer: Literal["sgd", "adam"] = "sgd"
@@ -69,19 +86,32 @@ class Training(Part):
     max_epochs: int = Field(100, ge=1)
 
     @model_validator(mode="after")
-    def _stops_early_by_something(self) -> Training:
+    def _check_patience(self) -> Training:
         if self.patience is not None and not self.validation:
             raise ValueError("patience needs a validation set: set training.validation")
         if self.patience is not None and self.schedule == "cosine":
             raise ValueError(
-                "a cosine ends at training.epochs, so it does not go with patience: choose another schedule"
+                "a cosine schedule ends at training.epochs and cannot be combined with patience: use "
+                "training.schedule=constant or step"
             )
         return self
 
 
 class MemorySettings(Part):
-    """What a memory is given: its strength (c for Synaptic Intelligence) or a budget, what each task may cost the older
-    ones in nats per example, and how it measures and holds; and the strength of repairs, for methods that have them.
+    """Settings of a memory.
+
+    Attributes:
+        repair: Strength of repairs, for methods that use them.
+        strength: Multiplier of the Fisher (c for Synaptic Intelligence), or "auto".
+        budget: Instead of a strength, the allowed loss increase on earlier tasks per task, in nats per example.
+        prior_precision: Precision of the Gaussian prior.
+        fisher: How the Fisher is estimated: "auto", "exact", "sampled" or "empirical".
+        smoothing: Measure the curvature at perturbed weights whose predicted loss increase is this many nats per
+            example; 0 measures it at the mode.
+        limit: Maximum number of examples per task used for the curvature.
+        every: Number of SGD steps per proximal step.
+        mode: How the penalty is applied: "auto", "proximal" or "gradient".
+        damping: Damping of Synaptic Intelligence.
     """
 
     repair: float = Field(1.0, ge=0)
@@ -97,8 +127,12 @@ class MemorySettings(Part):
 
 
 class Evaluation(Part):
-    """How much is measured: after which tasks (`rows`; empty: after each one) all tasks so far are tested, and on how
-    many test images (`track`) the curve over epochs is made (0: no curve).
+    """Evaluation on test data.
+
+    Attributes:
+        batch_size: Number of examples per batch.
+        rows: Numbers of the tasks (from 1) after which all tasks so far are tested; empty for all tasks.
+        track: Number of test examples per task for the accuracy curve over epochs; 0 for no curve.
     """
 
     batch_size: int = Field(1000, ge=1)
@@ -107,7 +141,24 @@ class Evaluation(Part):
 
 
 class Recipe(Part):
-    """One run."""
+    """Configuration of one run.
+
+    Attributes:
+        experiment: Name of the task sequence.
+        tasks: Number of tasks; by default that of the sequence.
+        scenario: "task", "domain" or "class"; by default the first one that the sequence supports.
+        method: Name of the continual-learning method.
+        structure: Curvature structure; by default the method's.
+        seed: Seed of tasks, initial weights, batches and sampling.
+        threads: Number of PyTorch threads; by default PyTorch's own choice.
+        device: PyTorch device; "auto" selects an accelerator if available.
+        pixels: Mean and standard deviation that pixels in [0, 1] are normalized with.
+        network: Name and options of the network.
+        training: Optimizer, schedule and epochs of one task.
+        memory: Settings of the memory.
+        evaluation: How test accuracy is measured.
+        files: Python files that register custom methods, networks or task sequences.
+    """
 
     experiment: str = "permuted-mnist"
     tasks: int | None = Field(None, ge=1)
@@ -126,12 +177,19 @@ class Recipe(Part):
 
     @property
     def label(self) -> str:
-        """The method as results name it: "online-laplace/kronecker", "si"."""
+        """Name of the method in results, such as "online-laplace/kronecker" or "si"."""
         return f"{self.method}/{self.structure}" if self.structure else self.method
 
 
 class Preset(Part):
-    """A YAML file of the package or of the user's own."""
+    """Settings from a YAML file of the package or of the user.
+
+    Attributes:
+        about: Description of the preset.
+        recipe: Settings shared by all methods.
+        methods: Overrides by method ("online-laplace") or method and structure ("online-laplace/kronecker").
+        grids: Values that a sweep tries, by method or method and structure.
+    """
 
     about: str = ""
     recipe: dict[str, Any] = {}
@@ -139,7 +197,17 @@ class Preset(Part):
     grids: dict[str, dict[str, list[Any]]] = {}
 
     def resolve(self, overrides: Mapping[str, Any]) -> Recipe:
-        """The recipe for a method, with settings by dotted name on top: {"method": "si", "training.lr": 0.1}."""
+        """Build a recipe from the preset.
+
+        Args:
+            overrides: Settings by dotted name, such as {"method": "si", "training.lr": 0.1}.
+
+        Returns:
+            The recipe, with the preset's settings for its method and the overrides applied.
+
+        Raises:
+            LimpetError: If a setting is unknown or has an invalid value.
+        """
         first = nested(overrides)
         chosen = checked(Recipe, merged(self.recipe, first), "recipe")
         layers = [self.recipe, self.methods.get(chosen.method, {}), self.methods.get(chosen.label, {}), first]
@@ -149,54 +217,65 @@ class Preset(Part):
         return checked(Recipe, values, "recipe")
 
     def grid(self, recipe: Recipe) -> dict[str, list[Any]]:
-        """What a sweep of this recipe tries: {dotted name: values}."""
+        """Return the values that a sweep of this recipe tries: {dotted name: values}."""
         return self.grids.get(recipe.label) or self.grids.get(recipe.method) or {}
 
 
 def preset_names() -> list[str]:
-    """The presets in the package."""
+    """Return the names of the presets in the package."""
     return sorted(Path(entry.name).stem for entry in PRESETS.iterdir() if entry.name.endswith(".yaml"))
 
 
 def load_preset(experiment: str, which: str | None = None) -> Preset:
-    """The preset of an experiment; `which` is the end of its name ("paper") or a YAML file of one's own."""
+    """Load the preset of an experiment.
+
+    Args:
+        experiment: Name of the task sequence.
+        which: Suffix of the preset's name ("paper") or path to a YAML file; by default the preset without a suffix.
+
+    Returns:
+        The preset; without `which`, an empty one if the package has none for the experiment.
+
+    Raises:
+        LimpetError: If the preset or file does not exist or is invalid.
+    """
     if which and which.endswith((".yaml", ".yml")):
         path = Path(which)
         if not path.is_file():
-            raise LimpetError(f"there is no file {which}")
+            raise LimpetError(f"file not found: {which}")
         return checked(Preset, parse(path.read_text(), which), which)
     name = f"{experiment}-{which}" if which else experiment
     if name not in preset_names():
         if which:
-            raise LimpetError(f"there is no preset {name!r}{suggestion(name, preset_names())}")
-        return Preset(recipe={"experiment": experiment})  # a sequence of the user's own
+            raise LimpetError(f"unknown preset {name!r}{suggestion(name, preset_names())}")
+        return Preset(recipe={"experiment": experiment})  # a user-defined sequence
     return checked(Preset, parse((PRESETS / f"{name}.yaml").read_text(), name), name)
 
 
 def parse(text: str, name: str) -> dict[str, Any]:
-    """YAML that must be a mapping."""
+    """Parse a YAML mapping; `name` identifies the source in error messages."""
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise LimpetError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
+        raise LimpetError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise LimpetError(f"{name} must be a mapping of names to values")
     return values
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """`training.lr=0.1` as a dotted name and a value."""
+    """Parse `training.lr=0.1` into a dotted name and a value."""
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise LimpetError(f"--set takes name=value, such as training.lr=0.1, not {text!r}")
+        raise LimpetError(f"--set takes name=value, e.g. training.lr=0.1, not {text!r}")
     try:
         return name.strip(), _number(yaml.safe_load(value))
     except yaml.YAMLError as error:
-        raise LimpetError(f"--set {text}: the value is not YAML") from error
+        raise LimpetError(f"--set {text}: the value is not valid YAML") from error
 
 
 def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e5 as a word; people mean the number."""
+    """Convert strings such as 1e5, which YAML 1.1 does not read as a number."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -206,20 +285,33 @@ def _number(value: Any) -> Any:
 
 
 def checked(kind: type[M], values: Mapping[str, Any], name: str) -> M:
-    """The values as their typed form, or one line that says which is wrong."""
+    """Validate values, reporting the first invalid one in a single line.
+
+    Args:
+        kind: The pydantic model to validate against.
+        values: The values.
+        name: Source of the values, for error messages.
+
+    Returns:
+        The validated object.
+
+    Raises:
+        LimpetError: If a value is invalid.
+    """
     try:
         return kind.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
-            raise LimpetError(f"{name}: there is no setting {where!r}{_near(kind, first['loc'])}") from None
+            raise LimpetError(f"{name}: unknown setting {where!r}{_near(kind, first['loc'])}") from None
         if first["type"] == "value_error":
             raise LimpetError(f"{name}: {first['msg'].removeprefix('Value error, ')}") from None
-        raise LimpetError(f"{name}: {where}: {first['msg']} (it is {first['input']!r})") from None
+        raise LimpetError(f"{name}: {where}: {first['msg']} (got {first['input']!r})") from None
 
 
 def _near(kind: type[BaseModel], loc: tuple[int | str, ...]) -> str:
+    """Suggest the field whose name is closest to an unknown one."""
     for part in loc[:-1]:
         inner = kind.model_fields[str(part)].annotation if str(part) in kind.model_fields else None
         if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
@@ -229,7 +321,7 @@ def _near(kind: type[BaseModel], loc: tuple[int | str, ...]) -> str:
 
 
 def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
-    """{"training.lr": 1} as {"training": {"lr": 1}}."""
+    """Convert {"training.lr": 1} to {"training": {"lr": 1}}."""
     tree: dict[str, Any] = {}
     for name, value in dotted.items():
         *path, last = name.split(".")
@@ -237,13 +329,15 @@ def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
         for part in path:
             place = place.setdefault(part, {})
             if not isinstance(place, dict):
-                raise LimpetError(f"{name} is set inside {part}, which is set to a value itself")
+                raise LimpetError(
+                    f"{name} cannot be set, because {part} is set to a single value: remove one of the two"
+                )
         place[last] = value
     return tree
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, with `above` on top, part by part."""
+    """Merge two nested mappings; values of `above` take precedence."""
     both = dict(below)
     for key, value in above.items():
         old = both.get(key)

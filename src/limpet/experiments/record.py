@@ -1,4 +1,4 @@
-"""What a run leaves behind: one folder, and in it one JSON record that figures and tables are made from."""
+"""Output of a run: its folder, and the JSON record from which figures and tables are made."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from limpet.methods.state_dict import Content
 from limpet.version import __version__
 
 CHECKPOINT_FORMAT = "limpet run checkpoint"
-ROUND = 4  # decimals kept of percentages and nats: a test set of 10,000 has steps of 0.01
+ROUND = 4  # decimals of percentages and nats; accuracies on 10,000 test examples are multiples of 0.01
 
 
 class Curve(Part):
-    """Accuracy in the middle of training: after so many epochs of a task, on every task begun so far."""
+    """Accuracy on every task so far, after an epoch of the current one."""
 
     task: int
     epoch: int
@@ -36,7 +36,7 @@ class Curve(Part):
 
 
 class Seconds(Part):
-    """Where the time went, task by task."""
+    """Wall time in seconds, per task."""
 
     training: list[float] = []
     curvature: list[float] = []
@@ -44,10 +44,31 @@ class Seconds(Part):
 
 
 class Record(Part):
-    """The result of a run. Matrices have a row a task learned; a row may be empty where nothing was measured."""
+    """Result of a run.
+
+    Matrices have one row per task trained and one column per task tested; rows without measurements are empty.
+
+    Attributes:
+        recipe: The recipe of the run.
+        experiment: Name of the experiment in results, such as "permuted-mnist-50".
+        environment: Versions, hardware and command line.
+        names: Names of the tasks.
+        untrained: Accuracy of the untrained network on each task, in percent.
+        accuracy: Matrix of test accuracies, in percent.
+        nll: Matrix of negative log-likelihoods, in nats.
+        calibration: Matrix of expected calibration errors, in percent.
+        validation: Final validation accuracy on each task, if data were held out.
+        curve: Accuracies during training, if they were tracked.
+        epochs: Number of epochs trained on each task.
+        seconds: Wall time per task.
+        peak_memory_bytes: Peak memory of the process, or of the CUDA device.
+        kept_bytes: Bytes stored by the method in addition to the network.
+        parameters: Number of trainable parameters.
+        metrics: Summary metrics of the finished run.
+    """
 
     recipe: Recipe
-    experiment: str  # what results call it: "permuted-mnist-50"
+    experiment: str
     environment: dict[str, Any] = {}
     names: list[str] = []
     untrained: list[float] = []
@@ -65,7 +86,7 @@ class Record(Part):
 
     @property
     def tasks(self) -> int:
-        """Tasks learned so far."""
+        """Number of tasks learned so far."""
         return len(self.accuracy)
 
     @property
@@ -75,7 +96,7 @@ class Record(Part):
 
 
 def summarised(record: Record) -> dict[str, float | None]:
-    """The numbers that people compare."""
+    """Compute the summary metrics of a finished run."""
     accuracy = [row[: record.tasks] for row in record.accuracy]
     last = metrics.last_row(accuracy)
     numbers = {
@@ -96,7 +117,15 @@ def summarised(record: Record) -> dict[str, float | None]:
 
 
 def environment(threads: int, device: torch.device) -> dict[str, Any]:
-    """What the figures depend on beside the recipe."""
+    """Describe the software and hardware of the run.
+
+    Args:
+        threads: Number of PyTorch threads.
+        device: Device of the run.
+
+    Returns:
+        Versions, command line, machine and device.
+    """
     versions = {"limpet": __version__, "python": platform.python_version()}
     versions.update({name: metadata.version(name) for name in ("torch", "numpy", "safetensors")})
     return {
@@ -111,7 +140,7 @@ def environment(threads: int, device: torch.device) -> dict[str, Any]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that the process (on CUDA: the device) has held."""
+    """Return the peak memory of the process (on CUDA: of the device) in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -119,10 +148,13 @@ def peak_memory(device: torch.device) -> int:
 
 
 class RunFolder:
-    """Where a run is kept.
+    """Folder of a run.
 
-    recipe.yaml, run.json (environment, matrices, timings, metrics), memory.safetensors, model.safetensors,
-    tensorboard/, and checkpoint.safetensors while it runs.
+    It contains recipe.yaml, run.json (environment, matrices, timings, metrics), memory.safetensors, model.safetensors,
+    tensorboard/, and during the run checkpoint.safetensors.
+
+    Args:
+        path: Path of the folder.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -135,51 +167,68 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
 
     def begin(self, recipe: Recipe) -> None:
-        """Make the folder and write the recipe."""
+        """Create the folder and write the recipe."""
         self.path.mkdir(parents=True, exist_ok=True)
         written = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
         write_text(self.recipe, written)
 
     def load_recipe(self) -> Recipe:
-        """The recipe of the run."""
+        """Read the recipe of the run."""
         if not self.recipe.is_file():
-            raise LimpetError(f"{self.path} holds no run to go on with: there is no {self.recipe.name} in it")
+            raise LimpetError(f"{self.path} does not contain a run: {self.recipe.name} not found")
         return checked(Recipe, parse(self.recipe.read_text(), str(self.recipe)), str(self.recipe))
 
     def save_record(self, record: Record) -> None:
-        """Write run.json, whole or not at all."""
+        """Write run.json atomically."""
         write_text(self.record, compact_json(record.model_dump(mode="json")))
 
     def load_record(self) -> Record | None:
-        """What the run came to; None where it has not ended."""
+        """Read the record, or return None if the run has not finished."""
         return load_record(self.record) if self.record.is_file() else None
 
     def save_model(self, model: nn.Module) -> None:
-        """Write the weights."""
+        """Write the weights of the network."""
         save_model(model, str(self.model))
 
     def save_checkpoint(self, content: Content) -> None:
-        """Write the checkpoint, whole or not at all."""
+        """Write the checkpoint atomically."""
         tensor_file.write(self.checkpoint, CHECKPOINT_FORMAT, content.metadata, content.tensors)
 
     def load_checkpoint(self) -> Content | None:
-        """The last checkpoint, if there is one."""
+        """Read the last checkpoint, or return None if there is none."""
         if not self.checkpoint.is_file():
             return None
         return Content(*tensor_file.read(self.checkpoint, CHECKPOINT_FORMAT))
 
 
 def load_record(path: Path) -> Record:
-    """A record from its JSON file."""
+    """Read a record from its JSON file."""
+    return _parsed(_text(path), str(path))
+
+
+def load_records(path: Path) -> list[Record]:
+    """Read the records of a .jsonl file, one per line."""
+    lines = enumerate(_text(path).splitlines(), start=1)
+    return [_parsed(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+
+
+def _text(path: Path) -> str:
     try:
-        values = json.loads(path.read_text())
+        return path.read_text()
     except (OSError, ValueError) as error:
-        raise LimpetError(f"{path} is not a record of a run: {error}") from error
-    return checked(Record, values, str(path))
+        raise LimpetError(f"{path} is not a valid run record: {error}") from error
+
+
+def _parsed(text: str, where: str) -> Record:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise LimpetError(f"{where} is not a valid run record: {error}") from error
+    return checked(Record, values, where)
 
 
 def compact_json(values: Any) -> str:
-    """JSON with one line for every row of a matrix: readable, and small."""
+    """Format values as JSON with one line per matrix row."""
     return _dumped(values, 0) + "\n"
 
 
@@ -200,6 +249,6 @@ def _flat(value: Any) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
+    """Write a text file atomically."""
     with tensor_file.whole(path) as temporary:
         temporary.write_text(text)

@@ -1,4 +1,4 @@
-"""Names for things that a person can add to: task sequences, networks, methods."""
+"""Registries of task sequences, networks and methods, which users can extend."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Things by name; adding one is a decorator, asking for an unknown one is an error that lists them."""
+    """Mapping from names to registered objects; looking up an unknown name raises an error that lists the known ones.
+
+    Args:
+        kind: What is registered, for error messages.
+    """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._items: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Add the decorated thing under this name."""
+        """Return a decorator that registers an object under this name."""
 
         def add(item: T) -> T:
             self._items[name] = item
@@ -32,33 +36,33 @@ class Registry(Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         if name not in self._items:
-            raise LimpetError(f"there is no {self.kind} {name!r}{suggestion(name, self._items)}")
+            raise LimpetError(f"unknown {self.kind} {name!r}{suggestion(name, self._items)}")
         return self._items[name]
 
     def names(self) -> list[str]:
-        """All names, sorted."""
+        """Return all names, sorted."""
         return sorted(self._items)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest one, or all of them."""
+    """Return the end of an error message about an unknown name: the closest known name, or all of them."""
     choices = sorted(known)
     near = difflib.get_close_matches(name, choices, n=1)
-    return f": did you mean {near[0]!r}?" if near else f": there are {', '.join(choices)}"
+    return f": did you mean {near[0]!r}?" if near else f": choose from {', '.join(choices)}"
 
 
 def load_file(path: str | Path) -> None:
-    """Run a Python file of the user's own, which registers what it brings."""
+    """Execute a user's Python file, which registers its methods, networks or task sequences."""
     path = Path(path)
     if not path.is_file():
-        raise LimpetError(f"there is no file {path}")
+        raise LimpetError(f"file not found: {path}")
     name = f"limpet_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise LimpetError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling processes look their module up
+    sys.modules[name] = module  # dataclasses and pickle look up their module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise LimpetError(f"{path} could not be run: {type(error).__name__}: {error}") from error
+        raise LimpetError(f"{path} could not be executed: {type(error).__name__}: {error}") from error

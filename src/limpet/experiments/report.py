@@ -1,4 +1,4 @@
-"""Figures, tables and summary.json from the folders of runs."""
+"""Reports: figures, tables and summary.json from run folders."""
 
 from __future__ import annotations
 
@@ -8,22 +8,32 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from limpet.experiments.figures import draw_all
-from limpet.experiments.record import compact_json, write_text
+from limpet.experiments.record import write_text
 from limpet.experiments.results import Experiment, Variant, gather
 
-MANY = 10  # above so many tasks a table has statistics instead of a column a task
+MANY = 10  # with more tasks than this, tables show statistics instead of one column per task
 
 
 def report(folders: Sequence[Path], out: Path) -> list[Path]:
-    """Write everything into `out`: a folder an experiment, with the records that its figures are drawn from.
+    """Write figures, tables and records, one folder per experiment, and summary.json.
 
-    Records that `out` holds already are kept, so that runs can be added to results.
+    Records already in `out` are kept, so that runs can be added to existing results.
+
+    Args:
+        folders: Folders to search recursively for runs.
+        out: Output folder.
+
+    Returns:
+        The paths of the files written.
+
+    Raises:
+        LimpetError: If a folder does not exist or there are no finished runs.
     """
     experiments = gather([out, *folders] if out.is_dir() else folders)
     written = []
     for experiment in experiments:
         place = out / experiment.key
-        written += _keep_records(experiment, place / "runs")
+        written += _keep_records(experiment, place)
         written += draw_all(experiment, place)
         written += _write_table(experiment, place)
     summary = out / "summary.json"
@@ -32,7 +42,7 @@ def report(folders: Sequence[Path], out: Path) -> list[Path]:
 
 
 def summarise(experiment: Experiment) -> dict[str, dict[str, object]]:
-    """{method: {"mean": percent, "seeds": [percent, ...]}}, each method at its best."""
+    """Return {method: {"mean": percent, "seeds": [percent, ...]}} with each method at its best setting."""
     best = {label: experiment.best(label) for label in experiment.labels()}
     return {
         label: {"mean": round(variant.mean, 3), "seeds": [round(score, 3) for score in variant.scores]}
@@ -41,22 +51,19 @@ def summarise(experiment: Experiment) -> dict[str, dict[str, object]]:
 
 
 def _keep_records(experiment: Experiment, folder: Path) -> list[Path]:
-    """A copy of every record, so that the figures can be drawn without the run folders."""
+    """Copy every record into runs.jsonl, so that figures can be redrawn without the run folders."""
+    variants = sorted(experiment.variants, key=lambda variant: variant.name)
+    records = [record.model_dump(mode="json") for variant in variants for record in variant.records]
+    path = folder / "runs.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    texts = {
-        folder / f"{variant.name}-seed{record.recipe.seed}.json": compact_json(record.model_dump(mode="json"))
-        for variant in experiment.variants
-        for record in variant.records
-    }
-    for path in set(folder.glob("*.json")) - texts.keys():
-        path.unlink()  # its record was read, and is among those written
-    for path, text in texts.items():
-        write_text(path, text)
-    return list(texts)
+    write_text(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
+    for old in (folder / "runs").glob("*.json"):
+        old.unlink()  # one file per record is the older form: it was read, and its record is in runs.jsonl now
+    return [path]
 
 
 def _write_table(experiment: Experiment, folder: Path) -> list[Path]:
-    """table.md, and the same between the marks <!-- table --> and <!-- /table --> of README.md, if it has them."""
+    """Write table.md, and insert it between <!-- table --> and <!-- /table --> of README.md if present."""
     text = table(experiment)
     paths = [folder / "table.md"]
     write_text(paths[0], text)
@@ -73,7 +80,7 @@ def _write_table(experiment: Experiment, folder: Path) -> list[Path]:
 
 
 def table(experiment: Experiment) -> str:
-    """One row a method, each at its best strength, and one where the memory chose the strength."""
+    """Format a Markdown table: a row per method at its best strength, and rows for automatic strengths."""
     names = experiment.variants[0].records[0].names
     many = len(names) > MANY
     tasks = ["first", "last", "worst"] if many else names

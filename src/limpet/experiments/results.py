@@ -1,4 +1,4 @@
-"""Records gathered from folders, and which of them stands for a method in a figure or table."""
+"""Results: records collected from folders, grouped by experiment, method and settings."""
 
 from __future__ import annotations
 
@@ -13,35 +13,39 @@ from statistics import fmean, stdev
 
 from limpet.errors import LimpetError
 from limpet.experiments.recipe import Recipe
-from limpet.experiments.record import Record, load_record
+from limpet.experiments.record import Record, load_record, load_records
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Runs that differ in nothing but their seed."""
+    """Runs that differ only in their seed.
+
+    Args:
+        records: The records, one per seed.
+    """
 
     records: tuple[Record, ...]
 
     @property
     def label(self) -> str:
-        """The method as results name it."""
+        """Name of the method in results."""
         return self.records[0].recipe.label
 
     @property
     def name(self) -> str:
-        """A name for files, that no other variant has."""
+        """Unique name for files."""
         digest = hashlib.sha256(_settings(self.records[0].recipe).encode()).hexdigest()[:6]
         return f"{self.label.replace('/', '-')}-{self.strength_text.replace(' ', '-')}-{digest}"
 
     @property
     def strength(self) -> float | None:
-        """What the Fisher was multiplied by; None where the memory chose it."""
-        holding = self.records[0].recipe.memory
-        return None if isinstance(holding.strength, str) or holding.budget is not None else holding.strength
+        """Multiplier of the Fisher; None for automatic strengths and budgets."""
+        memory = self.records[0].recipe.memory
+        return None if isinstance(memory.strength, str) or memory.budget is not None else memory.strength
 
     @property
     def strength_text(self) -> str:
-        """The strength for people to read."""
+        """The strength, "auto" or the budget as text."""
         if self.strength is not None:
             return f"{self.strength:g}"
         budget = self.records[0].recipe.memory.budget
@@ -49,71 +53,81 @@ class Variant:
 
     @cached_property
     def scores(self) -> list[float]:
-        """Mean test accuracy at the end, for every seed."""
+        """Final mean test accuracy of each seed, in percent."""
         return [record.mean_accuracy for record in self.records]
 
     @property
     def mean(self) -> float:
-        """The mean over seeds."""
+        """Mean score over seeds."""
         return fmean(self.scores)
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation over seeds."""
+        """Standard deviation of the score over seeds; None for a single seed."""
         return stdev(self.scores) if len(self.scores) > 1 else None
 
     def metric(self, name: str) -> float | None:
-        """One of the metrics, mean over seeds."""
+        """Return a metric averaged over seeds, or None if a seed lacks it."""
         values = [value for record in self.records if (value := record.metrics.get(name)) is not None]
         return fmean(values) if len(values) == len(self.records) else None
 
     def seconds(self) -> float:
-        """Wall time of one run: training, curvature and evaluation."""
+        """Return the mean wall time of a run in seconds: training, curvature and evaluation."""
         return fmean(sum(map(sum, record.seconds.model_dump().values())) for record in self.records)
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """All runs of one experiment."""
+    """All runs of one experiment.
+
+    Args:
+        key: Name of the experiment in results.
+        variants: Its runs, grouped by settings.
+    """
 
     key: str
     variants: tuple[Variant, ...]
 
     def labels(self) -> list[str]:
-        """The methods, best first."""
+        """Return the labels of the methods, sorted by the mean score of their best variant, highest first."""
         return sorted(
             {variant.label for variant in self.variants}, key=lambda label: self.best(label).mean, reverse=True
         )
 
     def of(self, label: str) -> list[Variant]:
-        """The variants of a method, by strength; those that choose their own last."""
+        """Return the variants of a method, sorted by strength; automatic strengths come last."""
         return sorted((v for v in self.variants if v.label == label), key=_by_strength)
 
     def swept(self, label: str) -> list[tuple[float, Variant]]:
-        """The variants of a method with a strength of their own, by strength; of several the one that stands for it."""
-        found = {v.strength: v for v in sorted(self.of(label), key=_standing) if v.strength is not None}
+        """Return (strength, variant) pairs of a method, sorted by strength.
+
+        If several variants have the same strength, the one with the most seeds is used; ties go to the best
+        mean.
+        """
+        found = {v.strength: v for v in sorted(self.of(label), key=_seeds_and_mean) if v.strength is not None}
         return sorted(found.items(), key=lambda item: item[0])
 
     def best(self, label: str) -> Variant:
-        """What stands for the method: of the variants with most seeds the one with the best mean.
+        """Return the variant that represents a method: of those with the most seeds, the one with the best mean.
 
-        A strength that the memory chose has a row of its own beside the given ones.
+        Variants with automatic strength are considered only if there are no others; tables list them separately.
         """
         given = [v for v in self.of(label) if v.strength is not None]
-        return max(given or self.of(label), key=_standing)
+        return max(given or self.of(label), key=_seeds_and_mean)
 
     def rows(self) -> list[Variant]:
-        """What a table shows, best first: every method at its best, and memories that chose their own strength."""
+        """Return the rows of a table, best first: the best variant of each method, and all with automatic strength."""
         best = [self.best(label) for label in self.labels()]
         own = [v for v in self.variants if v.strength is None and v not in best]
         return sorted([*best, *own], key=lambda variant: variant.mean, reverse=True)
 
     def has(self, label: str) -> bool:
-        """Whether the method was run."""
+        """Return whether the method was run."""
         return any(variant.label == label for variant in self.variants)
 
 
-def _standing(variant: Variant) -> tuple[int, float]:
+def _seeds_and_mean(variant: Variant) -> tuple[int, float]:
+    """Sort key: the number of seeds, then the mean."""
     return len(variant.records), variant.mean
 
 
@@ -122,25 +136,36 @@ def _by_strength(variant: Variant) -> float:
 
 
 def _settings(recipe: Recipe) -> str:
-    """All that may change the result, but for the seed; without defaults, so that a new setting renames nothing."""
+    """Serialize the settings that affect the result, except the seed; defaults are omitted to keep names stable."""
     return json.dumps(
         recipe.model_dump(mode="json", exclude={"seed", "threads", "device", "files"}, exclude_defaults=True)
     )
 
 
 def gather(folders: Iterable[Path]) -> list[Experiment]:
-    """All finished runs below the folders: run.json of run folders, and the records of a results folder."""
+    """Collect all finished runs in the folders: run.json of run folders, and the records in results folders.
+
+    Args:
+        folders: Folders to search recursively.
+
+    Returns:
+        The experiments, sorted by key.
+
+    Raises:
+        LimpetError: If a folder does not exist or there are no finished runs.
+    """
     found: dict[str, dict[str, dict[int, Record]]] = {}
     for folder in folders:
         if not folder.is_dir():
-            raise LimpetError(f"there is no folder {folder}")
-        # copies first, so that a run folder has the last word
-        for path in [*sorted(folder.rglob("runs/*.json")), *sorted(folder.rglob("run.json"))]:
-            record = load_record(path)
+            raise LimpetError(f"folder not found: {folder}")
+        # Copies come first, so that run folders take precedence; runs/*.json is the older form of runs.jsonl.
+        copies = [load_record(path) for path in sorted(folder.rglob("runs/*.json"))]
+        copies += [record for path in sorted(folder.rglob("runs.jsonl")) for record in load_records(path)]
+        for record in [*copies, *(load_record(path) for path in sorted(folder.rglob("run.json")))]:
             variants = found.setdefault(record.experiment, {})
             variants.setdefault(_settings(record.recipe), {})[record.recipe.seed] = record
     if not found:
-        raise LimpetError(f"no finished run below {', '.join(map(str, folders))}")
+        raise LimpetError(f"no finished runs found in {', '.join(map(str, folders))}")
     return [
         Experiment(key, tuple(Variant(tuple(seeds[s] for s in sorted(seeds))) for seeds in variants.values()))
         for key, variants in sorted(found.items())

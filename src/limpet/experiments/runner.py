@@ -1,7 +1,7 @@
-"""One run: a method learns a sequence of tasks. Killed at any moment, it goes on to the same bits.
+"""Runs: train a method on a sequence of tasks. A run can be killed and resumed with bit-identical results.
 
-A checkpoint is written after an epoch or a task, at most every `checkpoint_seconds`. What follows it depends on nothing
-but the recipe and the checkpoint, so it comes out the same when it is done again.
+A checkpoint is written after an epoch or a task, at most every `checkpoint_seconds`. All later computation depends only
+on the recipe and the checkpoint, so repeating it gives the same result.
 """
 
 from __future__ import annotations
@@ -34,16 +34,33 @@ CHECKPOINT_SECONDS = 20.0
 
 
 class Watcher:
-    """Somebody who looks on. Every method may be left as it is."""
+    """Observer of a run. Subclasses override the callbacks they need."""
 
     def begun(self, record: Record, tasks: int) -> None:
-        """The run begins, or goes on."""
+        """Called when the run starts or resumes.
+
+        Args:
+            record: The record so far.
+            tasks: Total number of tasks.
+        """
 
     def updated(self, task: int, epoch: int, done: int, total: int, method: Method) -> None:
-        """Another update of the weights: `done` of the `total` of an epoch. `method.status()` says more."""
+        """Called after every update of the weights.
+
+        Args:
+            task: Index of the task.
+            epoch: Index of the epoch.
+            done: Number of updates done in this epoch.
+            total: Number of updates per epoch.
+            method: The method, whose `status()` can be queried.
+        """
 
     def learned(self, record: Record) -> None:
-        """Another task is learned and tested."""
+        """Called after a task has been learned and tested.
+
+        Args:
+            record: The record so far.
+        """
 
 
 def run(
@@ -54,38 +71,54 @@ def run(
     watcher: Watcher | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
 ) -> Record:
-    """Run a recipe into a folder. With `resume`, go on with what is there; a finished run is read, not repeated."""
+    """Run a recipe and write its results to a folder.
+
+    Args:
+        recipe: The recipe.
+        folder: Output folder.
+        resume: Continue the run in the folder, if any. A finished run is loaded instead of repeated.
+        watcher: Observer of the run.
+        checkpoint_seconds: Minimum number of seconds between checkpoints.
+
+    Returns:
+        The record of the run.
+
+    Raises:
+        LimpetError: If the folder contains a run and `resume` is false or its recipe differs, if the recipe is
+            invalid, or if training diverges.
+    """
     for path in recipe.files:
         load_file(path)
     recipe = with_structure(recipe)
     place = RunFolder(folder)
     if place.recipe.exists() and not resume:
-        raise LimpetError(f"{place.path} holds a run already: go on with --resume, or choose another folder")
+        raise LimpetError(f"{place.path} already contains a run: continue it with --resume, or choose another folder")
     if place.recipe.exists():
         _check_same(place.load_recipe(), recipe, place)
         before = place.load_record()
         if before is not None:
             place.checkpoint.unlink(missing_ok=True)
             return before
-    with _surroundings(recipe):
+    with _global_state(recipe):
         one_run = Run(recipe, place, watcher or Watcher(), checkpoint_seconds)
         place.begin(recipe)
         return one_run.go()
 
 
 def _check_same(kept: Recipe, asked: Recipe, place: RunFolder) -> None:
+    """Raise an error if the recipe of a resumed run has changed."""
     theirs, ours = kept.model_dump(), asked.model_dump()
     for key in theirs:
         if theirs[key] != ours[key]:
             raise LimpetError(
-                f"{place.path} was run with another recipe ({key}: {theirs[key]!r}, now {ours[key]!r}): leave the "
-                "settings as they were, or choose another folder"
+                f"{place.path} was run with a different recipe ({key}: {theirs[key]!r}, now {ours[key]!r}): use the "
+                "original settings, or choose another folder"
             )
 
 
 @contextmanager
-def _surroundings(recipe: Recipe) -> Iterator[None]:
-    """Random state and number of threads, given back afterwards."""
+def _global_state(recipe: Recipe) -> Iterator[None]:
+    """Set the number of threads; restore it and the global random state afterwards."""
     threads = torch.get_num_threads()
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
@@ -103,18 +136,25 @@ def _device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise LimpetError(f"device {name!r} is not there: {error}") from error
+        raise LimpetError(f"device {name!r} is not available: {error}") from error
 
 
 class Run:
-    """The run itself, from its beginning or from a checkpoint."""
+    """A run, from the start or from a checkpoint.
+
+    Args:
+        recipe: The recipe, with its structure filled in.
+        folder: Output folder.
+        watcher: Observer of the run.
+        checkpoint_seconds: Minimum number of seconds between checkpoints.
+    """
 
     def __init__(self, recipe: Recipe, folder: RunFolder, watcher: Watcher, checkpoint_seconds: float) -> None:
         self.recipe, self.folder, self.watcher, self.checkpoint_seconds = recipe, folder, watcher, checkpoint_seconds
         self.device = _device(recipe.device)
         self.lessons = Lessons(recipe, self.device)
         self.model, self.method = self._new_network(0)
-        self.training: TaskTraining | None = None  # of the task that a checkpoint is in the middle of
+        self.training: TaskTraining | None = None  # of the current task
         self.record = Record(
             recipe=recipe,
             experiment=experiment_key(recipe.experiment, recipe.tasks, recipe.scenario),
@@ -122,7 +162,7 @@ class Run:
             names=self.lessons.names(),
             parameters=parameter_count(self.model),
         )
-        self.seconds = {"training": 0.0, "curvature": 0.0, "evaluation": 0.0}  # of the task being learned
+        self.seconds = {"training": 0.0, "curvature": 0.0, "evaluation": 0.0}  # of the current task
         self._saved = time.monotonic()
 
     def _new_network(self, task: int) -> tuple[nn.Module, Method]:
@@ -130,13 +170,13 @@ class Run:
         return model, METHODS[self.recipe.method](model, self.recipe)
 
     def go(self) -> Record:
-        """Learn every task that is not yet learned."""
+        """Learn all remaining tasks and return the record."""
         for _ in self.learn():
             pass
         return self.record
 
     def learn(self) -> Iterator[Record]:
-        """The same task by task: the record after each."""
+        """Learn the remaining tasks one by one, yielding the record after each."""
         self._load()
         if not self.record.untrained:
             scores = [self._score(i) for i in range(len(self.lessons))]
@@ -152,8 +192,10 @@ class Run:
         self._finish()
 
     def _learn(self, number: int, log: Log) -> None:
-        """One task: train, let the method take it in, test."""
-        if self.method.joint and not self._is_row(number):  # it begins anew for every row, so the others are not made
+        """Learn one task: train, consolidate, test."""
+        if self.method.joint and not self._is_row(
+            number
+        ):  # trained from scratch for every row, so skip tasks without one
             self._add_row([], epochs=0)
             return
         if self.training is None and self.method.fresh and number:
@@ -195,15 +237,16 @@ class Run:
         self.folder.save_record(self.record)
         self.folder.checkpoint.unlink(missing_ok=True)
 
-    # --- measuring -------------------------------------------------------------------------------------------
+    # --- evaluation ------------------------------------------------------------------------------------------
 
     def _is_row(self, number: int) -> bool:
+        """Return whether all tasks are tested after this one."""
         rows = self.recipe.evaluation.rows
         return not rows or number + 1 in rows or number + 1 == len(self.lessons)
 
     def _row(self, number: int) -> list[Score]:
-        """Every task up to this one, and the next, which nobody has seen yet."""
-        if self.method.fresh and not self.method.joint:  # the earlier networks are as they were
+        """Score every task up to this one, and the next one for forward transfer."""
+        if self.method.fresh and not self.method.joint:  # earlier networks have not changed
             matrices = self.record.accuracy, self.record.nll, self.record.calibration
             kept = [Score(*(float(matrix[i][i] or 0) for matrix in matrices)) for i in range(number)]
             return [*kept, self._score(number)]
@@ -228,7 +271,7 @@ class Run:
         self.record = self.record.model_copy(update=values)
 
     def _look(self, number: int, training: TaskTraining) -> None:
-        """What is measured after every epoch: the held-out part, and the curve."""
+        """Evaluate after an epoch: validation accuracy and the tracked curve."""
         if self.recipe.training.patience is not None:
             training.judge(self._score_held_out(training.lessons))
         size = self.recipe.evaluation.track
@@ -254,9 +297,10 @@ class Run:
         yield
         self.seconds[what] += time.perf_counter() - begin
 
-    # --- stopping and going on -------------------------------------------------------------------------------
+    # --- checkpoints -----------------------------------------------------------------------------------------
 
     def _checkpoint(self) -> None:
+        """Write a checkpoint if the last one is old enough."""
         if time.monotonic() - self._saved < self.checkpoint_seconds:
             return
         method = self.method.state()
@@ -277,7 +321,7 @@ class Run:
         self._saved = time.monotonic()
 
     def _load(self) -> None:
-        """Take up the last checkpoint, if there is one."""
+        """Restore the last checkpoint, if any."""
         content = self.folder.load_checkpoint()
         if content is None:
             return

@@ -1,7 +1,7 @@
-"""Sweeps on Ray Tune. The folders of the runs are the state of a sweep: a trial begun again goes on with its own.
+"""Grid sweeps on Ray Tune. The run folders are the only state of a sweep: a restarted trial resumes from its folder.
 
-So a driver that is killed needs nothing of Ray's to go on, and a trial that lost its machine goes on from its last
-checkpoint, as long as the folder is on storage that all machines see.
+A killed sweep therefore resumes without any state of Ray, and a trial whose node was lost resumes from its last
+checkpoint, provided that the folder is on storage shared by all nodes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from limpet.experiments.sequences import SEQUENCES
 STARTS = 3
 FAILURE = "failure.txt"
 PASSED_ON = ("LIMPET_DATA", "LIMPET_CACHE", "HF_HOME", "HF_TOKEN")
-"""Environment variables that workers on other machines need too."""
+"""Environment variables that are passed on to workers."""
 
 
 class Trial(Part):
-    """One run of a sweep."""
+    """One run of a sweep: its grid settings, complete recipe and folder."""
 
     settings: dict[str, Any]
     recipe: Recipe
@@ -36,7 +36,7 @@ class Trial(Part):
 
 
 class Outcome(Part):
-    """What became of the trials with the same settings: a score for every seed that came to its end."""
+    """Outcome of the trials with the same settings: a score for every seed that finished."""
 
     settings: dict[str, Any]
     scores: list[float]
@@ -44,17 +44,23 @@ class Outcome(Part):
 
     @property
     def rank(self) -> tuple[int, float]:
-        """What the best one has most of: seeds that came to their end, then the mean over them."""
+        """Sort key: the number of finished seeds, then their mean score."""
         return len(self.scores), self.score or 0.0
 
     @property
     def score(self) -> float | None:
-        """The mean over seeds."""
+        """Mean score over seeds; None if none finished."""
         return sum(self.scores) / len(self.scores) if self.scores else None
 
 
 class SweepResult(Part):
-    """What `sweep.json` holds. `measured` says what the scores are: "validation" or "test" accuracy."""
+    """Contents of `sweep.json`.
+
+    Attributes:
+        measured: Whether scores are "validation" or "test" accuracies.
+        outcomes: The outcome of each combination of settings.
+        best: The settings with the best outcome.
+    """
 
     measured: Literal["validation", "test"]
     outcomes: list[Outcome]
@@ -62,11 +68,24 @@ class SweepResult(Part):
 
 
 def plan(recipe: Recipe, grid: dict[str, list[Any]], seeds: list[int], out: Path) -> list[Trial]:
-    """Every combination of the grid with every seed, each with a folder of its own."""
+    """Create one trial for every combination of the grid and every seed.
+
+    Args:
+        recipe: The recipe to vary.
+        grid: Values to try, by dotted name.
+        seeds: The seeds.
+        out: Folder of the sweep; each trial gets its own subfolder.
+
+    Returns:
+        The trials.
+
+    Raises:
+        LimpetError: If the grid is empty or contains an invalid setting.
+    """
     if "seed" in grid:
-        raise LimpetError("seeds are given by --seed, not in the grid")
+        raise LimpetError("set seeds with --seed, not in the grid")
     if not grid:
-        raise LimpetError("there is nothing to try: give a grid, such as --grid memory.strength=1,3,10")
+        raise LimpetError("the grid is empty: pass one, e.g. --grid memory.strength=1,3,10")
     trials = []
     for values in itertools.product(*grid.values()):
         settings = dict(zip(grid, values, strict=True))
@@ -88,14 +107,30 @@ def sweep(
     resume: bool = False,
     say: Callable[[str], None] = print,
 ) -> SweepResult:
-    """Run the trials, as many at once as the cluster has resources for. `resume` goes on with what is there."""
+    """Run the trials on Ray Tune, as many in parallel as the cluster has resources for.
+
+    Args:
+        trials: The trials, from `plan`.
+        out: Folder of the sweep.
+        asha: Stop poor trials early with ASHA instead of running all of them to completion.
+        cpus: Number of CPUs per trial.
+        gpus: Number of GPUs per trial.
+        resume: Continue the sweep in the folder, if any. A finished sweep is loaded instead of repeated.
+        say: Called with status messages.
+
+    Returns:
+        The outcomes and the best settings.
+
+    Raises:
+        LimpetError: If the folder contains another sweep, Ray cannot be started, or trials fail.
+    """
     result_file, plan_file = out / "sweep.json", out / "plan.json"
     planned = compact_json([trial.model_dump(mode="json") for trial in trials])
     if plan_file.exists() and not resume:
-        raise LimpetError(f"{out} holds a sweep already: go on with --resume, or choose another folder")
+        raise LimpetError(f"{out} already contains a sweep: continue it with --resume, or choose another folder")
     if plan_file.exists() and plan_file.read_text() != planned:
         raise LimpetError(
-            f"{out} holds a sweep of other trials: leave the settings as they were, or choose another folder"
+            f"{out} contains a sweep of different trials: use the original settings, or choose another folder"
         )
     if result_file.exists():
         return checked(SweepResult, json.loads(result_file.read_text()), str(result_file))
@@ -116,11 +151,11 @@ def _tune(trials: list[Trial], out: Path, asha: bool, needs: dict[str, float]) -
     from ray import tune
     from ray.tune.schedulers import ASHAScheduler
 
-    scheduler: Any = None  # every trial to its end
+    scheduler: Any = None  # runs every trial to completion
     if asha:
         tasks = _tasks(trials[0].recipe)
         grace = max(1, tasks // 10)
-        # A trial that has reached max_t is stopped, so the step after the last task is the end of the run itself.
+        # ASHA stops a trial that reaches max_t, so the end of the run is reported as one more step after the last task.
         scheduler = ASHAScheduler(time_attr="step", max_t=tasks + 1, grace_period=grace, reduction_factor=3)
     tuner = tune.Tuner(
         tune.with_resources(_trial, needs),
@@ -136,27 +171,36 @@ def _tune(trials: list[Trial], out: Path, asha: bool, needs: dict[str, float]) -
     failed = [str(error).strip().splitlines()[-1] for error in tuner.fit().errors]
     if failed:
         raise LimpetError(
-            f"{len(failed)} of {len(trials)} trials failed, the first with: {failed[0]}; mend it and --resume"
+            f"{len(failed)} of {len(trials)} trials failed, the first with: {failed[0]}; fix the cause and use --resume"
         )
 
 
 def shutdown() -> None:
-    """Leave the cluster, or end the one that was started."""
+    """Disconnect from the Ray cluster, stopping it if it was started here."""
     import ray
 
     ray.shutdown()
 
 
 def connect(say: Callable[[str], None]) -> bool:
-    """Join the cluster that this machine belongs to, or start one. A first start can time out on a loaded machine.
+    """Connect to the existing Ray cluster or start a local one.
 
-    False where Ray was running in this process already; it is then left running.
+    Starting is retried, because it can time out on a busy machine.
+
+    Args:
+        say: Called with status messages.
+
+    Returns:
+        True if Ray was initialized here; False if it was already running in this process and should be left running.
+
+    Raises:
+        LimpetError: If Ray is not installed or does not start.
     """
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Ray's older output is silent when asked to be
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # only Ray's older output respects verbose=0
     try:
         import ray
     except ImportError as error:
-        raise LimpetError("sweeps run on Ray Tune: pip install 'limpet[sweep]'") from error
+        raise LimpetError("sweeps require Ray Tune: pip install 'limpet[sweep]'") from error
     if ray.is_initialized():
         return False
     passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
@@ -172,20 +216,22 @@ def connect(say: Callable[[str], None]) -> bool:
         except Exception as error:  # noqa: PERF203  # Ray raises many kinds: RuntimeError, TimeoutError, its own
             ray.shutdown()
             if attempt == STARTS:
-                raise LimpetError(f"Ray did not start in {STARTS} attempts, the last time with: {error}") from error
-            say(f"Ray did not start (attempt {attempt} of {STARTS}); trying again in {5 * attempt} s")
+                raise LimpetError(f"Ray did not start in {STARTS} attempts; the last error was: {error}") from error
+            say(f"Ray did not start (attempt {attempt} of {STARTS}); retrying in {5 * attempt} s")
             time.sleep(5 * attempt)
     return False
 
 
 class _Reporter(Watcher):
-    """Tells Ray Tune the mean accuracy after every task, also of tasks that an earlier attempt learned."""
+    """Report the mean accuracy after every task to Ray Tune, including tasks learned before a restart."""
 
     def begun(self, record: Record, tasks: int) -> None:
+        """Report the tasks learned before a restart."""
         for count in range(1, record.tasks + 1):
             self._report(record.model_copy(update={"accuracy": record.accuracy[:count]}))
 
     def learned(self, record: Record) -> None:
+        """Report the latest task."""
         self._report(record)
 
     def _report(self, record: Record) -> None:
@@ -196,7 +242,7 @@ class _Reporter(Watcher):
 
 
 def _trial(config: dict[str, Any]) -> None:
-    """What a worker does."""
+    """Run one trial in a Ray worker."""
     from ray import tune
 
     trial = checked(Trial, config["trial"], "trial")
@@ -204,7 +250,7 @@ def _trial(config: dict[str, Any]) -> None:
     failure.unlink(missing_ok=True)
     try:
         record = run(trial.recipe, trial.folder, resume=True, watcher=_Reporter())
-    except LimpetError as error:  # it would fail again: a result like any other
+    except LimpetError as error:  # deterministic failure: record it as a result instead of retrying
         failure.parent.mkdir(parents=True, exist_ok=True)
         write_text(failure, str(error))
         tune.report({"score": 0.0, "step": 0})
@@ -217,7 +263,7 @@ def _tasks(recipe: Recipe) -> int:
 
 
 def ended(trials: list[Trial]) -> int:
-    """How many trials have come to their end, or failed."""
+    """Return the number of trials that have finished or failed."""
     places = (Path(trial.folder) for trial in trials)
     return sum((place / "run.json").exists() or (place / FAILURE).exists() for place in places)
 
@@ -228,7 +274,11 @@ def _score(record: Record) -> float:
 
 
 def collect(trials: list[Trial]) -> SweepResult:
-    """What the folders say."""
+    """Collect the outcomes of the trials from their folders.
+
+    Raises:
+        LimpetError: If no trial finished.
+    """
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(json.dumps(trial.settings), []).append(trial)
@@ -236,7 +286,7 @@ def collect(trials: list[Trial]) -> SweepResult:
     best = max(outcomes, key=lambda outcome: outcome.rank)
     if not best.scores:
         failures = [outcome.failure for outcome in outcomes if outcome.failure]
-        raise LimpetError(f"no trial came to its end{f', the first because {failures[0]}' if failures else ''}")
+        raise LimpetError(f"no trial finished{f'; the first failure was: {failures[0]}' if failures else ''}")
     first = next(record for trial in trials if (record := RunFolder(trial.folder).load_record()) is not None)
     measured: Literal["validation", "test"] = "validation" if first.validation else "test"
     return SweepResult(measured=measured, outcomes=outcomes, best=best.settings)

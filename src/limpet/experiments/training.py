@@ -1,4 +1,4 @@
-"""One task, learned: batches, optimizer, learning rate, early stopping; stops and goes on at any epoch."""
+"""Training on one task: batches, optimizer, learning rate and early stopping, resumable after every epoch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from limpet.experiments.tasks import Lesson
 
 @dataclass
 class Position:
-    """How far a task's training has come."""
+    """Progress of training on a task.
+
+    Attributes:
+        epoch: Number of epochs done.
+        best: Best validation accuracy so far.
+        stale: Number of epochs since the validation accuracy last improved.
+    """
 
     epoch: int = 0
     best: float = -1.0
@@ -26,7 +32,15 @@ class Position:
 
 
 def make_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimizer:
-    """The recipe's optimizer."""
+    """Create the optimizer of a recipe.
+
+    Args:
+        model: The network.
+        training: Training settings.
+
+    Returns:
+        SGD or Adam over all parameters.
+    """
     if training.optimizer == "adam":
         return torch.optim.Adam(model.parameters(), lr=training.lr)
     momentum = training.momentum
@@ -36,7 +50,18 @@ def make_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimize
 
 
 def learning_rate(training: Training, strength: float | str, task: int, update: int, per_epoch: int) -> float:
-    """The learning rate of an update, from nothing but its place."""
+    """Compute the learning rate of an update.
+
+    Args:
+        training: Training settings.
+        strength: Strength of the memory; "auto" counts as 1.
+        task: Index of the task.
+        update: Index of the update within the task.
+        per_epoch: Number of updates per epoch.
+
+    Returns:
+        The learning rate.
+    """
     begin = training.lr / (1 + training.task_decay * task)
     if task and training.strength_decay:
         begin /= max(1.0, training.strength_decay * (1.0 if isinstance(strength, str) else strength))
@@ -50,7 +75,14 @@ def learning_rate(training: Training, strength: float | str, task: int, update: 
 
 
 class TaskTraining:
-    """The epochs of one task. Each takes its random numbers from (seed, task, epoch), so it can be done again."""
+    """Training on one task. Each epoch is seeded by (seed, task, epoch), so it can be repeated exactly.
+
+    Args:
+        model: The network.
+        lessons: Training data, one lesson per head.
+        recipe: The recipe.
+        task: Index of the task.
+    """
 
     def __init__(self, model: nn.Module, lessons: list[Lesson], recipe: Recipe, task: int) -> None:
         self.model, self.lessons, self.recipe, self.task = model, lessons, recipe, task
@@ -62,17 +94,27 @@ class TaskTraining:
 
     @property
     def done(self) -> bool:
-        """Whether the last epoch is over."""
+        """Whether training has finished."""
         training, at = self.recipe.training, self.position
         if at.epoch < training.epochs:
             return False
         return training.patience is None or at.stale >= training.patience or at.epoch >= training.max_epochs
 
     def epoch(self, on_update: Callable[[int, int], None]) -> float:
-        """Train for one epoch; the mean loss over it."""
+        """Train for one epoch.
+
+        Args:
+            on_update: Called after every update with the number of updates done and the total.
+
+        Returns:
+            The mean loss over the epoch.
+
+        Raises:
+            LimpetError: If the loss is not finite.
+        """
         at = self.position
         generator = torch.Generator().manual_seed(_seed(self.recipe.seed, self.task, at.epoch))
-        torch.manual_seed(_seed(self.recipe.seed, self.task, at.epoch))  # for dropout and the like
+        torch.manual_seed(_seed(self.recipe.seed, self.task, at.epoch))  # for dropout etc.
         self.model.train()
         strength = self.recipe.memory.strength
         losses = []
@@ -92,18 +134,18 @@ class TaskTraining:
         mean = float(torch.stack(losses).mean())
         if not math.isfinite(mean):
             raise LimpetError(
-                f"training diverged in epoch {at.epoch} of task {self.task + 1}: a smaller training.lr may help"
+                f"training diverged in epoch {at.epoch} of task {self.task + 1}: try a smaller training.lr"
             )
         return mean
 
     def judge(self, validation: float) -> None:
-        """Note the validation accuracy of the epoch, for early stopping."""
+        """Record the validation accuracy of an epoch for early stopping."""
         at = self.position
         at.stale = 0 if validation > at.best else at.stale + 1
         at.best = max(at.best, validation)
 
     def _batches(self, generator: torch.Generator) -> Iterator[tuple[Lesson, Tensor]]:
-        """A batch is of one head; batches of several heads come mixed."""
+        """Iterate over batches of a single head each, with heads in random order."""
         size = self.recipe.training.batch_size
         batches = []
         for lesson in self.lessons:
@@ -120,7 +162,7 @@ def _seed(seed: int, task: int, epoch: int) -> int:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """An optimizer's state as plain values and tensors, by "number/name"."""
+    """Split an optimizer's state into plain values and tensors, keyed by "number/name"."""
     values: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for number, state in optimizer.state_dict()["state"].items():
@@ -130,7 +172,13 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], d
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, values: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """The way back."""
+    """Restore an optimizer's state.
+
+    Args:
+        optimizer: The optimizer.
+        values: Plain values from `optimizer_state`.
+        tensors: Tensors from `optimizer_state`.
+    """
     state: dict[int, dict[str, Any]] = {}
     for key, value in {**values, **tensors}.items():
         number, _, name = key.partition("/")

@@ -1,1 +1,1 @@
-"""What training has cost the old data, measured, and how to undo it."""
+"""Forecast, measure, limit and repair forgetting."""

@@ -1,11 +1,12 @@
-"""How much may be forgotten, said instead of a strength.
+"""Forgetting budgets: limit the forecast of forgetting instead of choosing a strength.
 
-The penalty is 1/2 (w - mean)^T (prior + m sum of F_t) (w - mean) / N, and m is the multiplier of the constraint that
-the forecast stays within the budget: as large as that takes, and zero while the weights are within it anyway.
+The penalty is 1/2 (w - mean)^T (prior + m sum of strength_t F_t) (w - mean) / N, where m is the Lagrange multiplier of
+the constraint that the forecast stays within the budget: as large as necessary, and zero while the constraint is
+inactive.
 
-A proximal map knows how q = 1/2 (w - mean)^T F (w - mean) falls with m before anything moves, so it solves for m in
-every map: nothing to tune, and the last map ends within the budget. A gradient does not know it: then m follows
-log m += rate * log(q / budget), dual ascent on the logarithm, with a part in proportion so that it does not swing.
+In proximal mode, q = 1/2 (w - mean)^T F (w - mean) after the step is a known function of m, so every proximal step
+solves for m: there is nothing to tune, and training ends within the budget. In gradient mode it is not known, and m
+follows log m += rate * log(q / budget), dual ascent on the logarithm, plus a proportional term that damps oscillation.
 """
 
 from __future__ import annotations
@@ -17,28 +18,53 @@ from limpet.forgetting.loss_curve import TaskHistory
 from limpet.precision.linalg import bisected
 
 CLOSE = 1e-3
-"""How near, relatively, the multiplier is solved for."""
+"""Relative tolerance of the multiplier."""
 
 RATE, PROPORTION = 0.05, 1.0
+"""Gains of the integral and proportional terms in gradient mode."""
+
 FURTHEST = 30.0
-"""The largest |log m|."""
+"""Largest |log m|."""
 
 
 class Budget:
-    """The least multiplier with which the forecast stays within the budget, in nats per example."""
+    """Find the smallest multiplier that keeps the forecast within a budget.
+
+    Args:
+        history: The loss curves of the consolidated tasks. Without any, every forecast is within the budget.
+        budget: The allowed increase of the mean old loss, in nats per example.
+
+    Attributes:
+        quadratic: The budget in terms of the quadratic q, in nats per example.
+        state: log m without its proportional term; stored with the memory.
+    """
 
     def __init__(self, history: TaskHistory, budget: float) -> None:
         self.quadratic = _inverse(lambda q: history.mean(history.rises(q)), budget) if history.tasks else math.inf
-        self.state = 0.0  # log m without its part in proportion; kept with the memory
+        self.state = 0.0
 
     def solve(self, q: Callable[[float], float]) -> float:
-        """The m with q(m), which falls with m, at the budget; 0 where q(0) is within it."""
+        """Solve for the multiplier in proximal mode.
+
+        Args:
+            q: The quadratic after the proximal step as a decreasing function of the multiplier.
+
+        Returns:
+            The multiplier m at which q(m) equals the budget; 0 if q(0) is within it.
+        """
         if q(0.0) <= self.quadratic:
             return 0.0
         return bisected(lambda m: q(m) > self.quadratic, furthest=FURTHEST, close=CLOSE)[1]
 
     def follow(self, q: float) -> float:
-        """The m of the next step, after one at which q was found."""
+        """Update the multiplier in gradient mode.
+
+        Args:
+            q: The quadratic at the current weights.
+
+        Returns:
+            The multiplier of the next step.
+        """
         off = math.log(max(q, 1e-300) / self.quadratic) if self.quadratic < math.inf else -FURTHEST
         off = min(max(off, -3.0), 3.0)
         self.state = min(max(self.state + RATE * off, -FURTHEST), FURTHEST)
@@ -46,5 +72,5 @@ class Budget:
 
 
 def _inverse(function: Callable[[float], float], value: float) -> float:
-    """Where a function that rises from 0 has a value."""
+    """Invert an increasing function that is 0 at 0."""
     return bisected(lambda q: function(q) < value, furthest=60.0, close=1e-6)[0]

@@ -1,4 +1,4 @@
-"""What training has moved: the displacement of each block from the memory's mean, and by which parameters."""
+"""Displacements of blocks from the mean of the memory, split into the block's own parameters and its adapters."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from limpet.precision.pencil import truncated
 
 @dataclass(frozen=True)
 class Displacement:
-    """One block that has moved: w - mean as the sum of what its own parameters and its adapters have moved it by.
+    """The displacement w - mean of one block, as a sum over the block's own parameters and its adapters.
 
     Attributes:
-        held: What the memory knows of the block.
+        held: The posterior of the block.
         parameters: The block's own parameters.
-        parts: Tensors in the shape of the block that add up to w - mean: that of its own parameters, if `base`, then
+        parts: Tensors in the shape of the block that add up to w - mean: one for its own parameters if `base`, then
             one for each adapter.
-        columns: Those that may move.
-        base: Whether the own parameters have a part to themselves. A frozen weight under adapters has none: what it
-            differs from the mean by is in the first adapter's part, since only adapters may change.
-        adapters: The adapters that add something.
-        offset: What the frozen weight differs from the mean by, which the first adapter has to make up for.
-        written: Which of the own parameters are written.
+        columns: The columns that may move.
+        base: Whether the block's own parameters have a separate part. A frozen weight with adapters has none: its
+            difference from the mean is included in the part of the first adapter, since only adapters may change.
+        adapters: The adapters whose update is not zero.
+        offset: The difference of the frozen weight from the mean, which the first adapter has to compensate.
+        written: Which of the block's own parameters a repair changes.
     """
 
     held: BlockPosterior
@@ -42,18 +42,19 @@ class Displacement:
 
     @property
     def block(self) -> Block:
-        """The parameters as one matrix."""
+        """The block, its parameters viewed as one matrix."""
         return self.held.block
 
     def values(self, shares: Sequence[Tensor], cut: Sequence[tuple[Tensor, Tensor]]) -> dict[nn.Parameter, Tensor]:
-        """The parameters' values that give the block another displacement.
+        """Compute the parameter values that give the block a new displacement.
 
         Args:
-            shares: Each part's share of it, in the shape of the block; not needed where only adapters change.
-            cut: For each adapter, factors of what it adds, over the columns that may move.
+            shares: The part of the new displacement for each of `parts`, in the shape of the block. May be empty if
+                only adapters change.
+            cut: Low-rank factors (left, right) of the update of each adapter, over the columns that may move.
 
         Returns:
-            A tensor for every parameter that changes.
+            The new value of every parameter that changes.
         """
         found: dict[nn.Parameter, Tensor] = {}
         for adapter, (left, right) in zip(self.adapters, cut, strict=True):
@@ -62,7 +63,7 @@ class Displacement:
             own = shares[0] if self.base else torch.zeros_like(self.held.mean)
             every = torch.stack(list(shares)).sum(0)
             adapted = {id(adapter.weight) for adapter in self.adapters}
-            # no adapter reaches a bias, so all shares of it go to the bias itself
+            # adapters do not change a bias, so the bias itself takes all parts of its displacement
             for parameter, wanted, mean, alone, total in zip(
                 self.parameters, self.written, *map(self.block.split, (self.held.mean, own, every)), strict=True
             ):
@@ -72,7 +73,7 @@ class Displacement:
 
     @property
     def changed(self) -> Iterator[nn.Parameter]:
-        """The parameters that a repair changes."""
+        """Iterate over the parameters that a repair changes."""
         yield from (p for p, wanted in zip(self.parameters, self.written, strict=True) if wanted)
         for adapter in self.adapters:
             yield from (adapter.a, adapter.b)
@@ -80,9 +81,16 @@ class Displacement:
 
 @torch.no_grad()
 def displacements(model: nn.Module, held: Mapping[str, BlockPosterior]) -> Iterator[Displacement]:
-    """The blocks that training has moved, one after another.
+    """Iterate over the blocks that training has moved.
 
-    A weight that equals the mean in its own dtype has not moved, and an adapter that adds nothing moves nothing.
+    A weight that equals the mean when the mean is cast to its dtype has not moved, nor has one whose adapters are zero.
+
+    Args:
+        model: The model.
+        held: The posteriors of the blocks, by name.
+
+    Yields:
+        The displacement of each block that has moved.
     """
     parameters, adapted = named_parameters(model), adapted_parameters(model)
     for one in held.values():
@@ -94,6 +102,7 @@ def displacements(model: nn.Module, held: Mapping[str, BlockPosterior]) -> Itera
 def _displacement(
     held: BlockPosterior, own: Sequence[nn.Parameter], adapted: Mapping[nn.Parameter, Sequence[LowRank]]
 ) -> Displacement | None:
+    """Compute the displacement of one block; None if it has not moved."""
     block, means = held.block, held.block.split(held.mean)
     active = [(i, a) for i, p in enumerate(own) for a in adapted.get(p, ()) if a.left.any() and a.right.any()]
     frozen = {i for i, _ in active if not own[i].requires_grad}
@@ -127,10 +136,19 @@ def _displacement(
 
 
 def cut_to_rank(x: Tensor, adapter: LowRank, rank: int) -> tuple[Tensor, Tensor]:
-    """Factors of a direct block's share, which has no sides to take a metric from."""
+    """Truncate the update of an adapter to a rank, for a per-sample block, which has no Kronecker factors as a metric.
+
+    Args:
+        x: The update, in the shape of the block.
+        adapter: The adapter.
+        rank: The rank to truncate to.
+
+    Returns:
+        Factors (left, right) of the truncated update.
+    """
     return truncated(x.reshape(adapter.left.shape[0], adapter.right.shape[1]), rank)
 
 
 def is_direct(block: Block) -> bool:
-    """Whether the block is measured example by example."""
+    """Whether the curvature of the block is measured from per-sample gradients."""
     return block.kind == PER_SAMPLE

@@ -1,9 +1,10 @@
-"""Drift: how far a model's answers are from those before, measured by forward passes alone.
+"""Measure drift, the divergence of a model's predictions from those of the model before, with forward passes alone.
 
     drift = mean over examples (or predicted tokens) of KL(before || now)
 
-It is not predicted from weights, so no approximation of the curvature enters it, and nothing that was done to the
-weights can blind it. It has no first-order term: the model before is its minimum, where it is zero.
+Drift is measured on outputs rather than predicted from weights, so it does not depend on an approximation of the
+curvature and stays valid whatever was done to the weights, repair included. It has no first-order term: it takes its
+minimum, zero, at the model before.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from limpet.posterior import Posterior
 
 
 class Drift(float):
-    """KL(before || now) in nats per example or predicted token, with what is known about it.
+    """KL(before || now) in nats per example or predicted token: a float with a standard error.
 
     Attributes:
-        standard_error: Of the mean, with examples (whole sequences) as the units that were drawn.
-        examples: How many there were.
-        blocks: Each block's share, where it was asked for.
+        standard_error: Standard error of the mean, with examples (whole sequences) as the sampling units.
+        examples: Number of examples.
+        blocks: Contribution of each block to the drift, by name; empty unless requested.
     """
 
     standard_error: float
@@ -37,7 +38,13 @@ class Drift(float):
     blocks: dict[str, float]
 
     def __new__(cls, sums: Sequence[float], counts: Sequence[float], blocks: dict[str, float] | None = None) -> Drift:
-        """From the sum of KL over each example, and how many predictions it has."""
+        """Compute the mean and its standard error from the sums and counts of the examples.
+
+        Args:
+            sums: Sum of the KL divergence over the predictions of each example.
+            counts: Number of predictions in each example.
+            blocks: Contribution of each block to the drift, by name.
+        """
         total = sum(counts)
         mean = sum(sums) / total if total else 0.0
         drift = super().__new__(cls, mean)
@@ -48,7 +55,7 @@ class Drift(float):
         return drift
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        """For copies: the attributes come after it, as they are."""
+        """Support copy and pickle, which restore the attributes afterwards."""
         return [float(self)], [1.0], {}
 
     def __str__(self) -> str:
@@ -66,15 +73,17 @@ def drift(
     reference: nn.Module | None = None,
     blocks: bool = False,
 ) -> Drift:
-    """The drift of a memory's model on its probes, as `memory.drift` gives it.
+    """Measure the drift of a memory's model on its probes, as `memory.drift` returns it.
+
+    Warns if parameters that the memory does not cover have changed, unless `forward` is given.
 
     Args:
-        posterior: What the memory knows.
+        posterior: The posterior of the memory.
         probes: Inputs with summaries of the outputs before.
-        likelihood: What the outputs mean.
-        forward: As it was when the probes were made.
-        reference: The model before, whose outputs are then computed rather than remembered.
-        blocks: Also find each block's share.
+        likelihood: The likelihood of the outputs.
+        forward: The forward function that the probes were recorded with.
+        reference: The model before. If given, its outputs are computed instead of using the stored summaries.
+        blocks: Whether to also compute the contribution of each block.
 
     Returns:
         The drift.
@@ -83,8 +92,8 @@ def drift(
     changed = sorted({name for probe in probes for name in probe.changed_outside(model)})
     if changed and forward is None:
         warn(
-            f"{len(changed)} parameters that the memory does not hold (such as {changed[0]}) are not what they were, "
-            "and they are part of this drift; where it is a new head, compare through the old one: "
+            f"{len(changed)} parameters not covered by the memory (such as {changed[0]}) have changed and contribute "
+            "to this drift: if the model has a new head, compare through the old one with "
             "drift(forward=lambda model, batch: ...)",
             LimpetWarning,
         )
@@ -101,13 +110,13 @@ def drift(
 def measured_drift(
     model: nn.Module, probes: Iterable[Probe], likelihood: Likelihood, forward: Forward | None = None
 ) -> Drift:
-    """How far a model is from what its probes remember.
+    """Measure the drift of a model from the outputs stored in probes.
 
     Args:
-        model: The model, which is left as it was.
+        model: The model. Its state is preserved.
         probes: Inputs with summaries of the outputs before.
-        likelihood: What the outputs mean.
-        forward: As it was when the probes were made.
+        likelihood: The likelihood of the outputs.
+        forward: The forward function that the probes were recorded with.
 
     Returns:
         The drift.
@@ -117,7 +126,7 @@ def measured_drift(
 
 
 def _drift(found: Iterable[tuple[Tensor, Tensor]]) -> Drift:
-    """The drift of divergences by example and position, and of how many positions count."""
+    """Average divergences per example and position over the positions that count."""
     sums: list[float] = []
     counts: list[float] = []
     for values, counted in found:
@@ -129,7 +138,7 @@ def _drift(found: Iterable[tuple[Tensor, Tensor]]) -> Drift:
 def _divergences(
     model: nn.Module, probes: Iterable[Probe], likelihood: Likelihood, forward: Forward | None
 ) -> Iterable[tuple[Tensor, Tensor]]:
-    """For every batch, KL by example and position, and how many positions count in each example."""
+    """Yield, for every batch, the KL per example and position and the number of counted positions per example."""
     device = next(model.parameters()).device
     for probe in probes:
         for batch, summary in zip(probe.batches, probe.summaries, strict=True):
@@ -152,14 +161,14 @@ def exact_drift(
     likelihood: Likelihood,
     forward: Forward | None = None,
 ) -> Drift:
-    """KL(reference || model) over all classes, by forward passes of both models over the inputs of probes.
+    """Measure KL(reference || model) over all classes, with forward passes of both models over the probes' inputs.
 
     Args:
         model: The model as it is now.
         reference: The model before.
-        probes: Whose inputs are taken, and which positions count.
-        likelihood: What the outputs mean.
-        forward: As it was when the probes were made.
+        probes: The inputs, and which positions count. Their stored outputs are not used.
+        likelihood: The likelihood of the outputs.
+        forward: The forward function that the probes were recorded with.
 
     Returns:
         The drift.
@@ -180,19 +189,19 @@ def exact_drift(
 def shares(
     posterior: Posterior, probes: Sequence[Probe], likelihood: Likelihood, forward: Forward | None = None
 ) -> dict[str, float]:
-    """Which blocks carry the drift: for each, gradient of the drift times displacement, as a share of the whole.
+    """Attribute the drift to blocks: gradient of the drift times displacement, as a fraction of the total.
 
-    For a quadratic these add up to the drift, with what two blocks do together divided evenly between them. It takes
-    one backward pass over the probes, and needs no curvature.
+    For a quadratic this divides the drift exactly, with the interaction of two blocks split evenly between them. It
+    takes one backward pass over the probes and needs no curvature.
 
     Args:
-        posterior: What the memory knows: the weights before.
+        posterior: The posterior of the memory, whose means are the weights before.
         probes: Inputs with summaries of the outputs before.
-        likelihood: What the outputs mean.
-        forward: As it was when the probes were made.
+        likelihood: The likelihood of the outputs.
+        forward: The forward function that the probes were recorded with.
 
     Returns:
-        A number for every block that the memory knows, which add up to 1 where there is any drift.
+        A fraction for every block that stores a task. They add up to 1 if there is any drift.
     """
     model, parameters = posterior.model, posterior.parameters()
     names = [name for held in posterior.held.values() if held.tasks for name in held.block.parameters]

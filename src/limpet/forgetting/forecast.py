@@ -1,10 +1,11 @@
-"""Foretell forgetting: how much the old loss has risen since the last consolidation, by what the memory knows.
+"""Forecast forgetting: predict from the memory how much the old loss has risen since the last consolidation.
 
     q = 1/2 (w - mean)^T F (w - mean) / N,    rise = mean over the tasks of R_t(q_t + q) - R_t(q_t)
 
-with F the Fisher of all tasks seen, unweighted by any strength and without the prior, and N all their examples: q is
-the second-order Taylor expansion of the mean old loss around the mean, where its gradient is taken as zero. R_t is the
-task's curve, measured when it was taken in, and q_t the way behind it since then (`limpet.forgetting.loss_curve`).
+with F the Fisher of all tasks seen, without strengths and without the prior, and N the number of all their examples: q
+is the second-order Taylor expansion of the mean old loss around the mean, where its gradient is assumed to be zero. R_t
+is the loss curve of task t, measured when the task was consolidated, and q_t the sum of the q of all tasks consolidated
+since then (`limpet.forgetting.loss_curve`).
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from limpet.posterior import Posterior
 
 
 class Forecast(float):
-    """The predicted rise of the mean loss on the old data, in nats per example (or predicted token).
+    """Predicted increase of the mean loss on the old data, in nats per example (or predicted token).
 
-    `tasks` has that of each task, oldest first, `blocks` each block's share of the whole, and `quadratic` what the
-    second-order expansion alone would say.
+    Attributes:
+        quadratic: Prediction of the second-order expansion alone.
+        blocks: Contribution of each block to the increase, by name.
+        tasks: Predicted increase for each task, oldest first.
     """
 
     quadratic: float
@@ -33,7 +36,14 @@ class Forecast(float):
     tasks: list[float]
 
     def __new__(cls, rise: float, quadratics: dict[str, float], tasks: list[float]) -> Forecast:
-        """A rise of which each block has the share that it has of the quadratic."""
+        """Divide the increase among the blocks in proportion to their quadratics.
+
+        Args:
+            rise: The predicted increase.
+            quadratics: The quadratic prediction of each block, by name. Blocks contribute to the increase in
+                proportion to it.
+            tasks: The predicted increase for each task, oldest first.
+        """
         q = sum(quadratics.values())
         forecast = super().__new__(cls, rise)
         forecast.quadratic, forecast.tasks = q, tasks
@@ -41,7 +51,7 @@ class Forecast(float):
         return forecast
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        """For copies: the attributes come after it, as they are."""
+        """Support copy and pickle, which restore the attributes afterwards."""
         return float(self), {}, []
 
     def __str__(self) -> str:
@@ -52,7 +62,16 @@ class Forecast(float):
 
 @torch.no_grad()
 def forecast(posterior: Posterior, examples: int, history: TaskHistory) -> Forecast:
-    """The forecast for the weights as they are now, against a memory of so many examples."""
+    """Predict the increase of the old loss at the current weights.
+
+    Args:
+        posterior: The posterior of the memory.
+        examples: Number of examples consolidated so far; with 0 the forecast is zero.
+        history: The loss curves of the consolidated tasks. Without any, the forecast is the quadratic.
+
+    Returns:
+        The forecast, with the contribution of every block and task.
+    """
     quadratics = dict.fromkeys(posterior.names, 0.0)
     for name, rise in posterior.rises().items() if examples else ():
         quadratics[name] = rise / examples
@@ -62,17 +81,26 @@ def forecast(posterior: Posterior, examples: int, history: TaskHistory) -> Forec
 
 
 def fresh_forecast(posterior: Posterior, one_pass: FisherPass, batches: Iterable[Any]) -> Forecast:
-    """The same from some old data in hand: the rise is that of their loss, the blocks' shares those of their Fisher.
+    """Measure the increase of the loss on old data that are still available, instead of predicting it.
 
-    Both are measured with the mean as the start, to which the weights are put for as long.
+    The increase is that of the measured loss from the mean to the current weights. Blocks contribute in proportion to
+    the quadratic of the Fisher of these data, estimated at the mean. The weights are moved to the mean temporarily.
+
+    Args:
+        posterior: The posterior of the memory.
+        one_pass: The Fisher pass to run over the batches.
+        batches: Batches of old data.
+
+    Returns:
+        The forecast, with the contribution of every block. Its `tasks` is empty.
     """
     data, way = list(batches), posterior.way_to_the_mean()
     with perturbed(named_parameters(posterior.model), way):
         fisher = one_pass.run(data, progress=False)
-    look = LossProbe(posterior.model, data, one_pass.likelihood, one_pass.forward, one_pass.seed)
+    probe = LossProbe(posterior.model, data, one_pass.likelihood, one_pass.forward, one_pass.seed)
     with preserve_state(posterior.model):
-        before = look.loss(way)
-        rise = fisher.loss_scale * (look.loss({}) - before)
+        before = probe.loss(way)
+        rise = fisher.loss_scale * (probe.loss({}) - before)
     weights, quadratics = posterior.weights(), dict.fromkeys(posterior.held, 0.0)
     with torch.no_grad():
         for name, held in posterior.held.items():

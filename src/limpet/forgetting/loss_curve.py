@@ -1,9 +1,10 @@
-"""What the quadratic does not know: how much the loss of a task really rises, measured while its data are in hand.
+"""Loss curves: the measured increase of a task's loss as a function of its quadratic approximation.
 
     rise = R(q),    q = 1/2 dw^T F dw / N
 
-At the mode the quadratic is right; at the distances to which new tasks push the weights the loss rises faster. How much
-faster, a task's own data tell (`limpet.forgetting.measurement`); a handful of numbers is kept.
+Near the mode the quadratic is accurate; at the distances to which new tasks push the weights, the loss rises faster.
+How much faster is measured on the task's own data while they are available (`limpet.forgetting.measurement`), and only
+a handful of numbers is stored.
 """
 
 from __future__ import annotations
@@ -19,24 +20,32 @@ from typing import Any
 from limpet.errors import finite_number, positive_whole
 
 EXPECTED = 0.06
-"""The q that a task is expected to have behind it in the end, in nats per example; strengths are for there."""
+"""The q, in nats per example, that a task is expected to accumulate in the end; strengths are chosen for this q."""
 
 MARGIN = 2.0
-"""Strengths are so many times what training examples say: the loss on others rises more. From permuted MNIST."""
+"""Safety factor on strengths: the loss on unseen examples rises more than on training examples.
+
+Chosen on permuted MNIST.
+"""
 
 KEPT = 64
-"""Tasks that are remembered one by one; beyond them the two oldest become one."""
+"""Largest number of tasks stored individually; beyond it the two oldest are merged."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """R(q): between the points that were measured log(R / q) is linear in log q, and outside of them R / q stays.
+    """R(q), interpolated: log(R / q) is linear in log q between the measured points, and R / q is constant outside.
 
-    >>> curve = Curve.through([(0.01, 0.01), (0.1, 0.2)])
-    >>> round(curve(0.1), 6), round(curve(0.2), 6), round(curve(0.001), 6)
-    (0.2, 0.4, 0.001)
-    >>> Curve()(0.3)  # nothing measured: the quadratic as it is
-    0.3
+    Attributes:
+        predicted: The predicted increases q of the measured points, in ascending order.
+        measured: The measured increases R(q) at these points, which never decrease.
+
+    Examples:
+        >>> curve = Curve.through([(0.01, 0.01), (0.1, 0.2)])
+        >>> round(curve(0.1), 6), round(curve(0.2), 6), round(curve(0.001), 6)
+        (0.2, 0.4, 0.001)
+        >>> Curve()(0.3)  # nothing measured: the plain quadratic
+        0.3
     """
 
     predicted: tuple[float, ...] = ()
@@ -44,21 +53,37 @@ class Curve:
 
     @classmethod
     def through(cls, points: Iterable[tuple[float, float]]) -> Curve:
-        """The curve through (predicted, measured); never falling, without points where no rise was seen."""
+        """Fit a nondecreasing curve through measured points.
+
+        Args:
+            points: Pairs (predicted, measured) of increases. Pairs that are not positive or not finite are dropped.
+
+        Returns:
+            The curve.
+        """
         seen = sorted({q: rise for q, rise in points if q > 0 and rise > 0 and math.isfinite(rise)}.items())
         return cls(tuple(q for q, _ in seen), tuple(accumulate((rise for _, rise in seen), max)))
 
     def __call__(self, q: float) -> float:
-        """The true rise where q is predicted."""
+        """Return the increase of the loss where the quadratic predicts q."""
         return q * _interpolated(q, self.predicted, self._ratios)
 
     @property
     def strength(self) -> float:
-        """What the task's Fisher is to be multiplied by, for what the task may have to go through in the end."""
+        """Recommended multiplier of the task's Fisher: the slope of the curve at the expected q, times a margin."""
         return MARGIN * self.slope(EXPECTED)
 
     def slope(self, q: float) -> float:
-        """R'(q), smooth over the points and never falling: what makes the quadratic rise as fast as the loss there."""
+        """Return R'(q), the factor by which the quadratic must be multiplied to rise as fast as the loss at q.
+
+        The derivative is smoothed over the measured points and never decreases.
+
+        Args:
+            q: The predicted increase, in nats per example.
+
+        Returns:
+            The slope; 1 if nothing was measured.
+        """
         return _interpolated(q, self.predicted, self._slopes)
 
     @cached_property
@@ -67,7 +92,7 @@ class Curve:
 
     @cached_property
     def _slopes(self) -> list[float]:
-        """At the points: R/q (1 + p), with p the power with which R/q grows, that before a point and that after it."""
+        """R/q (1 + p) at the points, with p the exponent of the growth of R/q, averaged over both sides of a point."""
         known, ratios = self.predicted, self._ratios
         powers = [
             math.log(ratios[i + 1] / ratios[i]) / math.log(known[i + 1] / known[i]) for i in range(len(known) - 1)
@@ -77,21 +102,27 @@ class Curve:
         return list(accumulate(slopes, max))
 
 
-def _interpolated(q: float, places: Sequence[float], values: Sequence[float]) -> float:
-    """The value at q, linear between the places on logarithmic scales and constant outside; 1 where there is none."""
-    if not places:
+def _interpolated(q: float, knots: Sequence[float], values: Sequence[float]) -> float:
+    """Interpolate at q, linearly on log-log scales between the knots and constant outside; 1 if there are none."""
+    if not knots:
         return 1.0
-    after = bisect.bisect_right(places, q)
-    if after in (0, len(places)):
-        return values[min(after, len(places) - 1)]
+    after = bisect.bisect_right(knots, q)
+    if after in (0, len(knots)):
+        return values[min(after, len(knots) - 1)]
     low, high = values[after - 1], values[after]
-    share = math.log(q / places[after - 1]) / math.log(places[after] / places[after - 1])
+    share = math.log(q / knots[after - 1]) / math.log(knots[after] / knots[after - 1])
     return float(low * (high / low) ** share)
 
 
 @dataclass(frozen=True)
 class TaskRecord:
-    """A task that was taken in: its examples, its curve, and how far all weights had travelled by then."""
+    """A consolidated task.
+
+    Attributes:
+        examples: Number of examples of the task.
+        curve: The loss curve of the task.
+        since: Value of `TaskHistory.travelled` when the task was consolidated.
+    """
 
     examples: int
     curve: Curve
@@ -100,17 +131,30 @@ class TaskRecord:
 
 @dataclass(frozen=True)
 class TaskHistory:
-    """What is remembered of each task beside the Gaussian: how its loss rises, and from where.
+    """The loss curve of each task and the q accumulated since it was learned, stored in addition to the Gaussian.
 
-    `travelled` is the sum of the q of all moves from mode to mode; a task that was learned when it was `since` has
-    travelled - since behind it, and another q adds to that:  rise = R(travelled - since + q) - R(travelled - since).
+    A task that was consolidated at `since` has accumulated travelled - since, and moving by another q increases its
+    loss by  rise = R(travelled - since + q) - R(travelled - since).
+
+    Attributes:
+        tasks: Records of the tasks, oldest first.
+        travelled: Sum of the q of all moves from mode to mode.
     """
 
     tasks: tuple[TaskRecord, ...] = ()
     travelled: float = 0.0
 
     def learned(self, examples: int, curve: Curve, moved: float) -> TaskHistory:
-        """One more task, for which the weights moved by a q of `moved`."""
+        """Add a task.
+
+        Args:
+            examples: Number of examples of the task.
+            curve: The loss curve of the task.
+            moved: The q of the move from the previous mode to that of the task.
+
+        Returns:
+            The history with the task. Beyond the limit on stored tasks, the two oldest are merged.
+        """
         travelled = self.travelled + moved
         tasks = (*self.tasks, TaskRecord(examples, curve, travelled))
         if len(tasks) > KEPT:
@@ -118,33 +162,50 @@ class TaskHistory:
         return TaskHistory(tasks, travelled)
 
     def with_curve(self, curve: Curve) -> TaskHistory:
-        """The same with a curve for the newest task."""
+        """Replace the curve of the newest task."""
         return replace(self, tasks=(*self.tasks[:-1], replace(self.tasks[-1], curve=curve)))
 
     def measured_again(self) -> TaskHistory:
-        """All curvature is that of the newest mode: nothing has been travelled since."""
+        """Reset the accumulated q of every task to zero, for curvature that was re-estimated at the newest mode."""
         return TaskHistory(
             tuple(TaskRecord(task.examples, task.curve, self.travelled) for task in self.tasks), self.travelled
         )
 
     def rises(self, q: float) -> list[float]:
-        """The predicted rise of every task's mean loss."""
+        """Predict the increase of every task's mean loss.
+
+        Args:
+            q: The quadratic prediction since the last consolidation, in nats per example.
+
+        Returns:
+            The increase for each task, oldest first, in nats per example.
+        """
         behind = [(task.curve, self.travelled - task.since) for task in self.tasks]
         return [curve(before + q) - curve(before) for curve, before in behind]
 
     def mean(self, values: Sequence[float]) -> float:
-        """The mean over all examples of a value for each task."""
+        """Average one value per task, weighted by the number of examples."""
         total = sum(task.examples for task in self.tasks)
         return sum(task.examples * value for task, value in zip(self.tasks, values, strict=True)) / total
 
     def plain(self) -> dict[str, Any]:
-        """As plain values, for a file."""
+        """Convert to JSON-serializable values."""
         tasks = [[t.examples, t.since, list(t.curve.predicted), list(t.curve.measured)] for t in self.tasks]
         return {"travelled": self.travelled, "tasks": tasks}
 
     @classmethod
     def restore(cls, values: Mapping[str, Any] | None) -> TaskHistory:
-        """The inverse of `plain`; nothing where a file is older than this."""
+        """Invert `plain`.
+
+        Args:
+            values: The values; None, as in older files, gives an empty history.
+
+        Returns:
+            The history.
+
+        Raises:
+            ValueError: If the values are not those of a history.
+        """
         if values is None:
             return cls()
         tasks = tuple(
@@ -152,21 +213,22 @@ class TaskHistory:
             for n, since, q, rise in values["tasks"]
         )
         if any(len(task.curve.predicted) != len(task.curve.measured) for task in tasks):
-            raise ValueError("a curve has as many measured as predicted rises")
+            raise ValueError("a loss curve must have as many measured as predicted increases")
         return cls(tasks, finite_number("travelled", values["travelled"]))
 
 
 def _rising(values: Sequence[Any]) -> tuple[float, ...]:
-    numbers = tuple(finite_number("a point of a curve", value) for value in values)
+    """Check that the points of a curve are positive and do not decrease."""
+    numbers = tuple(finite_number("a point of a loss curve", value) for value in values)
     if any(a > b for a, b in pairwise(numbers)) or not all(numbers):
-        raise ValueError("the points of a curve are above zero and do not fall")
+        raise ValueError("the points of a loss curve must be positive and must not decrease")
     return numbers
 
 
 def _merged(a: TaskRecord, b: TaskRecord) -> TaskRecord:
-    """Two tasks as one, of their mean."""
+    """Merge two tasks into one, averaging their curves and `since` by number of examples."""
     examples = a.examples + b.examples
-    places = a.curve.predicted or b.curve.predicted
-    points = ((q, (a.examples * a.curve(q) + b.examples * b.curve(q)) / examples) for q in places)
+    knots = a.curve.predicted or b.curve.predicted
+    points = ((q, (a.examples * a.curve(q) + b.examples * b.curve(q)) / examples) for q in knots)
     since = (a.examples * a.since + b.examples * b.since) / examples
     return TaskRecord(examples, Curve.through(points), since)

@@ -1,19 +1,22 @@
 """Measure a task's loss curve (`limpet.forgetting.loss_curve`) at weights displaced as a new task would displace them.
 
-Nobody knows where a new task will push. It pulls in all directions alike, and the memory holds against it:
+The direction in which a new task will move the weights is unknown. It is modeled as isotropic noise, damped by the
+precision L of the memory as in a proximal step:
 
     z = (I + s L)^-1 e,    e ~ N(0, 2 v I),
 
-with v the mean square of a block's weights, so that e leads from them to other weights of their size, and s, by which
-the memory holds, such that z is predicted to raise the loss by a stated q. The mean of z and -z leaves out what is odd
-in z: at the mode of a penalised loss the gradient is not zero.
+with v the mean square of a block's weights, so that e is as large as the difference between two independent sets of
+such weights, and the step s chosen such that z is predicted to increase the loss by a given q. Averaging over z and -z
+cancels the terms odd in z: at the mode of a penalized loss the gradient of the loss itself is not zero.
 
-But where the outputs have labels that the task never had, it is known: the next task will have them. Then
+If the outputs have labels that do not occur in the task, the direction is known: the next task will use these labels.
+Then
 
     z = t L^-1 g,    g = gradient of the log likelihood of labels that were never seen,
 
-the direction in which a penalised loss moves from its mode. It leads to a wall: outputs that were never wanted are
-saturated, so the loss does not rise at all, and then by as much as the labels are given up.
+the direction in which a penalized loss moves from its mode. Along it the loss has a kink: outputs of labels that never
+occurred are saturated, so at first the loss does not rise at all, and then in proportion to how far the task's own
+labels are given up.
 """
 
 from __future__ import annotations
@@ -31,39 +34,50 @@ from limpet.forgetting.loss_curve import Curve
 from limpet.likelihoods import Likelihood
 from limpet.model import Forward, call, named_parameters, perturbed, prepared, preserve_state, trainable
 from limpet.posterior import Posterior
-from limpet.posterior.perturbation import BlockPerturbation, by_parameter, numbered, places
+from limpet.posterior.perturbation import BlockPerturbation, block_perturbations, by_parameter, numbered
 from limpet.precision.linalg import bisected
 
 RISES = (0.002, 0.006, 0.02, 0.06, 0.2)
-"""The predicted rises, in nats per example, at which the true one is measured."""
+"""The predicted increases, in nats per example, at which the true increase is measured."""
 
 SHARE = 0.05
-"""The work of measuring, as a share of that of the curvature pass."""
+"""Cost of the measurement, as a fraction of the cost of the curvature pass."""
 
 LEAST = 16
-"""Examples that are looked at however few the pass took."""
+"""Smallest number of examples to measure on."""
 
 SURE = 20
-"""A label is missing for a reason, not by chance, where there would have been so many of each."""
+"""Mean count per label from which a label that does not occur is considered absent from the task, not just rare."""
 
 
 @torch.no_grad()
 def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forward: Forward | None, seed: int) -> Curve:
-    """The curve of a task whose Fisher has just been added to the posterior, at the weights as they are."""
-    blocks = places(posterior, fisher)
+    """Measure the loss curve of a task whose Fisher has just been added to the posterior, at the current weights.
+
+    Args:
+        posterior: The posterior, with the task.
+        fisher: The Fisher of the task. The measurement uses its stored first batches.
+        likelihood: The likelihood of the outputs.
+        forward: The forward function that the Fisher was estimated with.
+        seed: Seed of the random displacements and of sampled targets.
+
+    Returns:
+        The curve; empty if there is nothing to measure.
+    """
+    blocks = block_perturbations(posterior, fisher)
     ranks = current()
-    # a backward pass costs two forward ones
+    # a backward pass costs as much as two forward passes
     rows = round(SHARE * fisher.rows * (1 + 2 * fisher.roots) / (2 * len(RISES) + 1))
     share = max(rows, LEAST) if ranks is None else -(-max(rows, LEAST) // ranks.size)
-    look = LossProbe(posterior.model, fisher.first.take(share), likelihood, forward, seed)
-    if not blocks or not (look.batches or ranks):
+    probe = LossProbe(posterior.model, fisher.first.take(share), likelihood, forward, seed)
+    if not blocks or not (probe.batches or ranks):
         return Curve()
     points = []
     with preserve_state(posterior.model):
-        start = look.loss({})
-        if math.isnan(start):  # not one of these examples has a target
+        start = probe.loss({})
+        if math.isnan(start):  # none of these examples has a target
             return Curve()
-        gradient = look.towards_unseen([name for block in blocks for name in block.block.parameters])
+        gradient = probe.towards_unseen([name for block in blocks for name in block.block.parameters])
         if gradient is None:
             tasks = max(held.tasks for held in posterior.held.values())
             pushes = random_directions(blocks, fisher.examples * tasks, seed)
@@ -71,30 +85,48 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
             pushes = along_gradient(blocks, gradient, fisher.examples)
         for displacements in pushes:
             predicted = sum(block.rise(z) for block, z in zip(blocks, displacements[0], strict=True)) / fisher.examples
-            losses = [look.loss(by_parameter(blocks, z)) for z in displacements]
+            losses = [probe.loss(by_parameter(blocks, z)) for z in displacements]
             points.append((predicted, fisher.loss_scale * (sum(losses) / len(losses) - start)))
     return Curve.through(points)
 
 
 Displacements = list[list[Tensor]]
-"""Ways to go that are predicted to raise the loss alike; each is a displacement of every place."""
+"""Displacements with the same predicted increase of the loss; each has one tensor per block."""
 
 
 def random_directions(blocks: Sequence[BlockPerturbation], examples: int, seed: int) -> Iterator[Displacements]:
-    """In all directions, and back: for every rise, z and -z."""
+    """Draw random displacements z, and -z with them, for every predicted increase in `RISES`.
+
+    Args:
+        blocks: The blocks to displace.
+        examples: Number of examples that the Fisher of all tasks sums over.
+        seed: Seed of the noise.
+
+    Yields:
+        The displacements z and -z for one predicted increase.
+    """
     for number, rise in enumerate(RISES):
         step = step_for_rise(blocks, rise * examples)
         generator = numbered(seed, number)
         pushed = [block.push(step, generator) for block in blocks]
         yield [pushed, [-z for z in pushed]]
         if not step:
-            break  # nothing holds against the push any more: there is no further to go
+            break  # the noise is undamped already: larger increases are out of reach
 
 
 def along_gradient(
     blocks: Sequence[BlockPerturbation], gradient: Mapping[str, Tensor], examples: int
 ) -> Iterator[Displacements]:
-    """Along L^-1 gradient, as far as every rise."""
+    """Scale the direction L^-1 gradient to every predicted increase in `RISES`.
+
+    Args:
+        blocks: The blocks to displace.
+        gradient: The gradient to follow, by parameter name.
+        examples: Number of examples of the task.
+
+    Yields:
+        The displacement for one predicted increase.
+    """
     direction = [block.followed(gradient) for block in blocks]
     predicted = sum(block.rise(z) for block, z in zip(blocks, direction, strict=True)) / examples
     if predicted > 0 and math.isfinite(predicted):
@@ -102,7 +134,15 @@ def along_gradient(
 
 
 def step_for_rise(blocks: Sequence[BlockPerturbation], rise: float) -> float:
-    """The step at which a push is expected to have this rise under the Fisher of all tasks; 0 where none has."""
+    """Find the step s at which noise is expected to increase the loss of all tasks by a given amount.
+
+    Args:
+        blocks: The blocks to displace.
+        rise: The expected increase, summed over examples.
+
+    Returns:
+        The step; 0 if even undamped noise increases the loss by less.
+    """
 
     def expected(step: float) -> float:
         return sum(2 * block.square * block.spectrum.expected_rise(step) for block in blocks)
@@ -113,7 +153,17 @@ def step_for_rise(blocks: Sequence[BlockPerturbation], rise: float) -> float:
 
 
 class LossProbe:
-    """The loss on some examples, at weights around those that the model has. `untouched` is for who looks."""
+    """The loss on a fixed set of examples, at weights displaced from those of the model.
+
+    It does not preserve buffers, modes or random states: wrap its use in `limpet.model.preserve_state`.
+
+    Args:
+        model: The model.
+        batches: The examples.
+        likelihood: The likelihood of the outputs.
+        forward: Function forward(model, batch) -> (outputs, targets), or None for the default.
+        seed: Seed for targets that are sampled from the model.
+    """
 
     def __init__(
         self, model: nn.Module, batches: Iterable[Any], likelihood: Likelihood, forward: Forward | None, seed: int
@@ -124,17 +174,26 @@ class LossProbe:
         self.generator = torch.Generator(device).manual_seed(seed)
         self.batches = [prepared(batch, device) for batch in batches]
         self.targets: list[Any] = []
-        self.labels: Tensor | None = None  # how often each was there
+        self.labels: Tensor | None = None  # count of each label
 
     @torch.no_grad()
     def loss(self, displacement: Mapping[str, Tensor]) -> float:
-        """The mean negative log likelihood at weights + displacement; nan where nothing is to be predicted."""
+        """Compute the mean negative log likelihood at displaced weights.
+
+        The first call fixes the targets: those of the batches, or samples from the model if they have none.
+
+        Args:
+            displacement: What to add to the parameters, by name.
+
+        Returns:
+            The mean loss over the examples of all ranks; nan if there are no targets.
+        """
         total, count = 0.0, 0.0
         with perturbed(self.parameters, displacement):
             for number, batch in enumerate(self.batches):
                 outputs, targets = call(self.model, batch, self.forward)
                 if number == len(self.targets):
-                    self._meet(outputs, targets)
+                    self._record_targets(outputs, targets)
                 targets = self.targets[number]
                 total += float(self.likelihood.negative_log_likelihood(outputs, targets))
                 count += self.likelihood.count(outputs, targets)
@@ -143,8 +202,8 @@ class LossProbe:
             total, count = ranks.numbers(total, count)
         return total / count if count else math.nan
 
-    def _meet(self, outputs: Any, targets: Any) -> None:
-        """A batch that is seen for the first time: its targets, or the model's own where it has none."""
+    def _record_targets(self, outputs: Any, targets: Any) -> None:
+        """Store the targets of a new batch, sampled from the model if it has none, and count their labels."""
         targets = self.likelihood.sample(outputs, self.generator) if targets is None else targets
         self.targets.append(targets)
         counts = self.likelihood.label_counts(outputs, targets)
@@ -152,7 +211,15 @@ class LossProbe:
             self.labels = counts if self.labels is None else self.labels + counts
 
     def towards_unseen(self, names: Sequence[str]) -> dict[str, Tensor] | None:
-        """The gradient of the mean log likelihood of labels that never came; None where all did. After `loss`."""
+        """Compute the gradient of the log likelihood of labels that do not occur. Requires a previous call of `loss`.
+
+        Args:
+            names: Names of the parameters to differentiate by.
+
+        Returns:
+            The gradient by parameter name; None if all labels occur, the targets are not labels, or there are too few
+            examples to tell.
+        """
         ranks, labels = current(), self.labels
         if ranks is not None:
             labels = ranks.sum({} if labels is None else {"labels": labels}).get("labels")

@@ -1,8 +1,8 @@
-"""A probe: inputs, and the model's outputs for them when it was consolidated, so that drift can be measured later.
+"""Probes: inputs and the model's outputs on them at consolidation, stored so that drift can be measured later.
 
-It holds inputs, so it is opt-in: `memory.consolidate(batches, probe=100)`. For a generative model the inputs can be
-its own samples (`limpet.integrations.causal_lm.self_samples`), which are nobody's data. Targets are not kept;
-of a large vocabulary only some labels are (`Categorical.summary`).
+A probe contains input data, so it is opt-in: `memory.consolidate(batches, probe=100)`. For a generative model the
+inputs can be samples from the model itself (`limpet.integrations.causal_lm.self_samples`), which contain no user data.
+Targets are not stored, and for a large vocabulary only some of the labels are (`Categorical.summary`).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from limpet.model.adapters import adapter_parameters
 from limpet.model.batch import is_causal, target_key
 
 Plain = Any
-"""Numbers, words, None, and lists and dictionaries of them: JSON."""
+"""A JSON value: a number, a string, None, or a list or dictionary of these."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Batches with a summary of the outputs for each.
+    """Batches of inputs with a summary of the model's outputs for each.
 
     Attributes:
-        batches: Inputs, as the model takes them.
-        summaries: What the likelihood kept of the outputs, one for every batch.
-        scale: What makes nats of the likelihood's divergence, where it has estimated its own noise.
-        outside: Sums over the parameters that the memory does not hold, by which a change in them is noticed.
+        batches: Inputs, in the form that the model is called with.
+        summaries: The likelihood's summary of the outputs, one per batch.
+        scale: Factor that converts the likelihood's divergence to nats, for likelihoods that estimate their noise.
+        outside: Checksums of the parameters that the memory does not cover, used to detect changes in them.
     """
 
     batches: Sequence[Any]
@@ -51,18 +51,22 @@ class Probe:
         held: Collection[str],
         seed: int,
     ) -> Probe:
-        """What a model says now.
+        """Record the current outputs of a model.
 
         Args:
-            model: The model, which is left as it was.
-            batches: The data to keep the inputs of.
-            likelihood: What the outputs mean.
-            forward: As for `memory.consolidate`; whatever it is given has to be kept whole, targets too.
-            held: The names of the parameters that the memory holds.
-            seed: Of the labels that are drawn from a large vocabulary.
+            model: The model. Its state is preserved.
+            batches: The data whose inputs are stored.
+            likelihood: The likelihood of the outputs.
+            forward: As for `memory.consolidate`. If given, batches are stored whole, including their targets.
+            held: Names of the parameters that the memory covers.
+            seed: Seed for sampling labels from a large vocabulary.
 
         Returns:
             The probe, on the CPU.
+
+        Raises:
+            UnsupportedError: If the batches contain objects that cannot be stored, or if the likelihood does not define
+                a divergence.
         """
         device = next(model.parameters()).device
         generator = torch.Generator().manual_seed(seed)
@@ -76,31 +80,38 @@ class Probe:
                 summaries.append({name: tensor.cpu() for name, tensor in found.items()})
                 kept.append(_on_cpu(given if forward is not None else _without_targets(model, given)))
         probe = cls(kept, summaries, likelihood.fisher_scale(tally, empirical=False), _sums(model, held))
-        probe.metadata()  # what cannot be kept in a file is rejected now
+        probe.metadata()  # raises now, rather than on save, if a batch cannot be stored
         return probe
 
     def changed_outside(self, model: nn.Module) -> list[str]:
-        """The parameters that the memory does not hold and that are others now, such as a new head."""
+        """List the parameters that the memory does not cover and that have changed, such as a new head.
+
+        Args:
+            model: The model as it is now.
+
+        Returns:
+            The names of the parameters, including those that no longer exist.
+        """
         now = _sums(model, [name for name in named_parameters(model) if name not in self.outside])
 
         def same(name: str, sums: Sequence[float]) -> bool:
-            # to what another dtype or another order of summation may change
+            # the tolerance allows for another dtype or order of summation
             return name in now and all(abs(a - b) <= 1e-3 * sums[1] for a, b in zip(now[name], sums, strict=True))
 
         return [name for name, sums in self.outside.items() if not same(name, sums)]
 
     @property
     def rows(self) -> int:
-        """Examples."""
+        """Number of examples."""
         return sum(len(next(iter(summary.values()))) for summary in self.summaries)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors, in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors to keep, by name."""
+        """Return the tensors to save, by name."""
         found: dict[str, Tensor] = {}
         for i, (batch, summary) in enumerate(zip(self.batches, self.summaries, strict=True)):
             _flatten(batch, f"{i}/inputs", found)
@@ -108,7 +119,7 @@ class Probe:
         return found
 
     def metadata(self) -> Plain:
-        """What is no tensor, as JSON. It says in words that there are inputs in the file."""
+        """Return everything that is not a tensor as JSON values, with a note that the file contains inputs."""
         forms = [_flatten(batch, f"{i}/inputs", {}) for i, batch in enumerate(self.batches)]
         return {
             "holds": "inputs, with the outputs of the model before",
@@ -119,24 +130,36 @@ class Probe:
 
     @classmethod
     def restore(cls, tensors: Mapping[str, Tensor], metadata: Plain) -> Probe:
-        """The inverse of `tensors` and `facts`; a ValueError or KeyError says what does not fit."""
+        """Invert `tensors` and `metadata`.
+
+        Args:
+            tensors: The tensors, by name.
+            metadata: The JSON values.
+
+        Returns:
+            The probe.
+
+        Raises:
+            ValueError: If outputs are missing or of different lengths, a tensor contains nan, or a batch is malformed.
+            KeyError: If a tensor or a field of the metadata is missing.
+        """
         batches = [_unflatten(form, tensors) for form in metadata["batches"]]
         summaries = []
         for i in range(len(batches)):
             prefix = f"{i}/outputs/"
             own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
             if not own or len({len(t) for t in own.values()}) != 1:
-                raise ValueError(f"the probe's batch {i} has no outputs, or outputs of several lengths")
+                raise ValueError(f"batch {i} of the probe has no outputs, or outputs of different lengths")
             summaries.append(own)
         if any(t.is_floating_point() and bool(t.isnan().any()) for t in tensors.values()):
-            raise ValueError("the probe holds nan")
+            raise ValueError("the probe contains nan")
         outside = {str(name): [float(one) for one in sums] for name, sums in metadata["outside"].items()}
         return cls(batches, summaries, float(metadata["scale"]), outside)
 
 
 @torch.no_grad()
 def _sums(model: nn.Module, without: Collection[str]) -> dict[str, list[float]]:
-    """The sum of every other parameter, and of its absolute values; adapters are what the memory holds."""
+    """Sum the values and the absolute values of every parameter that is neither in `without` nor in an adapter."""
     left_out = adapter_parameters(model)
     return {
         name: [float(p.double().sum()), float(p.double().abs().sum())]
@@ -146,17 +169,17 @@ def _sums(model: nn.Module, without: Collection[str]) -> dict[str, list[float]]:
 
 
 def _without_targets(model: nn.Module, batch: Any) -> Any:
-    """The inputs of a batch, in a form that the model is called on as before."""
+    """Drop the targets of a batch, leaving a form that the model can be called with in the same way."""
     if isinstance(batch, Mapping):
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-            return batch  # it makes the decoder's inputs from the labels
+            return batch  # the decoder inputs are made from the labels
         target = "labels" if "input_ids" in batch and is_causal(model) else target_key(batch)
         return {key: value for key, value in batch.items() if key != target}
     return (batch[0], None) if isinstance(batch, tuple | list) and len(batch) == 2 else batch
 
 
 def _on_cpu(batch: Any) -> Any:
-    """A copy that nobody else changes."""
+    """Copy a batch to the CPU."""
     if isinstance(batch, Tensor):
         return batch.detach().cpu().clone(memory_format=torch.contiguous_format)
     if isinstance(batch, Mapping):
@@ -168,7 +191,7 @@ def _on_cpu(batch: Any) -> Any:
 
 
 def _flatten(batch: Any, name: str, found: dict[str, Tensor]) -> Plain:
-    """The form of a batch as JSON; its tensors go to `found`."""
+    """Describe the structure of a batch as JSON, and add its tensors to `found`."""
     if isinstance(batch, Tensor):
         found[name] = batch
         return {"tensor": name}
@@ -180,11 +203,13 @@ def _flatten(batch: Any, name: str, found: dict[str, Tensor]) -> Plain:
     if batch is None or isinstance(batch, bool | int | float | str):
         return {"plain": batch}
     raise UnsupportedError(
-        f"a probe keeps tensors, numbers and words, and the batches hold a {type(batch).__name__}: leave out probe="
+        f"a probe can store only tensors, numbers and strings, but the batches contain a {type(batch).__name__}: "
+        "remove it from the batches, or consolidate without probe="
     )
 
 
 def _unflatten(form: Plain, tensors: Mapping[str, Tensor]) -> Any:
+    """Invert `_flatten`."""
     ((kind, value),) = form.items()
     if kind == "tensor":
         return tensors[value]
@@ -194,5 +219,5 @@ def _unflatten(form: Plain, tensors: Mapping[str, Tensor]) -> Any:
         items = [_unflatten(inner, tensors) for inner in value]
         return tuple(items) if kind == "tuple" else items
     if kind != "plain" or not (value is None or isinstance(value, bool | int | float | str)):
-        raise ValueError(f"the probe has a part of a kind that is not known: {kind!r}")
+        raise ValueError(f"the probe contains an entry of unknown kind {kind!r}")
     return value

@@ -1,16 +1,16 @@
-"""Undo what a fine-tune has forgotten, after training: the update that two curvatures agree on, block by block.
+"""Repair a fine-tuned model after training: trade off old against new curvature in closed form, block by block.
 
-Training has moved the weights by D from where the memory knows them. The memory has the curvature O of the old data
-there, one pass over the new data gives their curvature N at the tuned weights, and
+Fine-tuning has moved a block by D from the mean of the memory. The memory stores the curvature O of the old data at
+that mean, and one pass over the new data gives their curvature N at the tuned weights. Then
 
     X(strength) = argmin over X of  1/2 |X - D|^2_N + strength/2 |X|^2_O
 
-is in closed form for every strength (`limpet.precision.pencil`). Both are sums over examples, so strength 1 is the
-Laplace approximation's answer to "what would training on both have given". It needs no old data, no optimizer and no
-second training, and since nothing was optimised against O, its blind spots were not sought out.
+has a closed form for every strength (`limpet.precision.pencil`). Both curvatures are sums over examples, so strength 1
+is the Laplace approximation of training on the old and new data jointly. Repair needs no old data, no optimizer and no
+second training run, and since training did not optimize against O, it has not exploited the blind spots of O.
 
-The method is mode-IMM (Lee et al. 2017) with Kronecker factors. MaTS (Tam et al. 2023) merges models by such systems,
-and Safe Delta (Lu et al. 2025) repairs the safety of fine-tuned models with input factors and a budget.
+The method is mode-IMM (Lee et al. 2017) with Kronecker factors. MaTS (Tam et al. 2023) merges models by solving similar
+systems, and Safe Delta (Lu et al. 2025) restores the safety of fine-tuned models with input factors and a budget.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from limpet.precision.pencil import Pencil
 from limpet.precision.pencils import pencil
 
 LADDER = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""The strengths that `Repair.table` shows."""
+"""Default strengths of `Repair.path` and `Repair.table`."""
 
 FURTHEST, CLOSE = math.log(1e4), 0.1
-"""Strengths are searched between 1e-4 and 1e4, to ten per cent."""
+"""The strength is searched between 1e-4 and 1e4, to within ten percent (both are logarithms)."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the path, and what was measured there.
+    """Measurements at one point of the repair path.
 
     Attributes:
-        strength: What the old curvature is multiplied by.
-        scale: What the update is multiplied by.
-        forecast: The rise of the old loss that the memory's quadratic predicts, in nats per example. Repair removes
-            just what the quadratic sees, so after a repair it says far too little.
-        loss: The mean loss on held-out new data, where it was measured.
-        drift: KL(before || now) on the memory's probe, where it has one.
+        strength: Multiplier of the old curvature.
+        scale: Multiplier of the update.
+        forecast: Increase of the old loss that the memory's quadratic predicts, in nats per example. Repair minimizes
+            this very quadratic, so after a repair the forecast is a severe underestimate.
+        loss: Mean loss on held-out new data, or None if it was not measured.
+        drift: KL(before || now) on the memory's probe, or None if the memory has no probe.
     """
 
     strength: float
@@ -62,7 +62,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Measures:
-    """What can be measured at the weights as they are; None where there is nothing to measure it on."""
+    """Functions that measure the model at its current weights.
+
+    Attributes:
+        forecast: Predicts the increase of the old loss, in nats per example.
+        loss: Measures the mean loss on held-out new data; None if there are none.
+        drift: Measures KL(before || now) on the memory's probe; None if the memory has no probe.
+    """
 
     forecast: Callable[[], float]
     loss: Callable[[], float] | None = None
@@ -70,10 +76,20 @@ class Measures:
 
 
 class Repair:
-    """A fine-tuned model, somewhere on the path from its tuned weights to those before.
+    """The path of a fine-tuned model from its tuned weights back to the weights before fine-tuning.
 
-    Made by `limpet.repair`. `strength` and `scale` say where the model is now, `at` moves it, `undo` takes it back to
-    the tuned weights. It keeps the decompositions and a copy of the tuned weights: drop it when you are done.
+    Returned by `limpet.repair`. `at` moves the model along the path and `undo` restores the tuned weights. The object
+    keeps the matrix decompositions and a copy of the tuned weights in memory, so delete it when you are done.
+
+    Args:
+        paths: The displacement and the closed-form path of every block to repair.
+        measures: Functions that measure the model at its current weights.
+        weight: Factor applied to every strength: the fraction of the new data that the Fisher was estimated on.
+        rank: Truncate adapters to this rank if it is smaller than their own; None keeps their rank.
+
+    Attributes:
+        strength: The current strength; 0 for the tuned weights.
+        scale: The current multiplier of the update; 1 for the tuned weights.
     """
 
     def __init__(
@@ -85,20 +101,24 @@ class Repair:
 
     @property
     def blocks(self) -> list[str]:
-        """The names of the blocks on the path."""
+        """Names of the repaired blocks."""
         return [moved.block.name for moved, _ in self._paths]
 
     @torch.no_grad()
     def at(self, strength: float, scale: float = 1.0) -> Repair:
-        """Move the model along the path, without another pass or decomposition.
+        """Move the model to a point of the path, without another pass or decomposition.
 
         Args:
-            strength: What the old curvature is multiplied by: 0 gives the tuned weights to the bit, a very large one
-                those before.
-            scale: What the whole update is multiplied by.
+            strength: Multiplier of the old curvature. 0 restores the tuned weights bit for bit; as it grows, the
+                weights approach those before fine-tuning.
+            scale: Multiplier of the whole update.
 
         Returns:
             This repair.
+
+        Raises:
+            ValueError: If `strength` or `scale` is negative or not finite.
+            LimpetError: If the repaired weights would contain inf or nan. The model is then left unchanged.
         """
         strength, scale = finite_number("strength", strength), finite_number("scale", scale)
         values: dict[nn.Parameter, Tensor] = {}
@@ -108,13 +128,14 @@ class Repair:
             for moved, path in self._paths:
                 values.update(self._values(moved, path, strength * self._weight, scale))
             if not all(bool(torch.isfinite(value).all()) for value in values.values()):
-                raise LimpetError("the repaired weights hold inf or nan: look for inf or nan in the curvature")
+                raise LimpetError("the repaired weights contain inf or nan: check the curvature for inf or nan")
         for parameter, value in values.items():
             parameter.copy_(value)
         self.strength, self.scale = strength, scale
         return self
 
     def _values(self, moved: Displacement, path: Pencil, strength: float, scale: float) -> dict[nn.Parameter, Tensor]:
+        """Compute the values of the parameters of one block at a point of the path."""
         shares = [scale * x for x in path.at(strength)] if any(moved.written) or is_direct(moved.block) else []
         cut = []
         for part, adapter in enumerate(moved.adapters, int(moved.base)):
@@ -128,7 +149,7 @@ class Repair:
         return moved.values(shares, cut)
 
     def undo(self) -> Repair:
-        """Give the model its tuned weights back, to the bit.
+        """Restore the tuned weights of the model, bit for bit.
 
         Returns:
             This repair.
@@ -136,7 +157,11 @@ class Repair:
         return self.at(0.0)
 
     def measured(self) -> Point:
-        """What can be measured where the model is now."""
+        """Measure the model at its current weights.
+
+        Returns:
+            The forecast and, where available, the loss and the drift.
+        """
         loss, drift = self._measures.loss, self._measures.drift
         return Point(
             self.strength,
@@ -147,7 +172,7 @@ class Repair:
         )
 
     def compared(self) -> tuple[Point, Point]:
-        """What is measured at the tuned weights, and where the model is now, where it is left.
+        """Measure the model at its tuned weights and at its current weights, and leave it at the current ones.
 
         Returns:
             The point before the repair, and the point after it.
@@ -159,13 +184,13 @@ class Repair:
             self.at(after.strength, after.scale)
 
     def path(self, strengths: Sequence[float] = LADDER) -> list[Point]:
-        """What is measured along the path; the model is left where it was.
+        """Measure the model along the path, and restore its current weights.
 
         Args:
-            strengths: Where to measure, at the scale of now.
+            strengths: The strengths to measure at, with the current scale.
 
         Returns:
-            A point for every strength.
+            One point per strength.
         """
         here = self.strength
         try:
@@ -174,13 +199,13 @@ class Repair:
             self.at(here, self.scale)
 
     def table(self, strengths: Sequence[float] = LADDER) -> str:
-        """Forecast and measured drift along the path, and the loss on held-out new data, as a table.
+        """Format the new loss, the drift and the forecast along the path as a table.
 
         Args:
-            strengths: Where to measure; where the model is now is always among them.
+            strengths: The strengths to measure at. The current strength is always added.
 
         Returns:
-            Lines of text. A column that nothing could be measured for says so.
+            The table as lines of text. Values that could not be measured are shown as "not measured".
         """
         points = self.path(sorted({*strengths, self.strength}))
 
@@ -200,58 +225,65 @@ class Repair:
     # --- finding the strength ----------------------------------------------------------------------------------
 
     def within_tolerance(self, tolerance: float, scale: float = 1.0) -> Repair:
-        """Move to the largest strength at which the loss on held-out new data is at most so much above the tuned one.
+        """Move the model to the largest strength that increases the loss on held-out new data by at most `tolerance`.
 
         Args:
-            tolerance: The allowed rise, in nats per example.
-            scale: What the update is multiplied by.
+            tolerance: The allowed increase over the loss of the tuned weights, in nats per example.
+            scale: Multiplier of the update.
 
         Returns:
-            This repair. Where even the least strength costs more, the model has its tuned weights.
+            This repair. If even the smallest strength exceeds the tolerance, the model has its tuned weights.
 
         Raises:
-            LimpetError: Where there are no new data to measure the loss on.
+            LimpetError: If there are no held-out new data to measure the loss on.
+            ValueError: If `tolerance` is negative or not finite.
         """
         loss = self._measures.loss
         if loss is None:
-            raise LimpetError("tolerance= needs held-out new data: give batches that can be split, or strength=")
+            raise LimpetError("tolerance= needs held-out new data: pass batches that can be split, or use strength=")
         self.undo()
         most = loss() + finite_number("tolerance", tolerance)
-        affordable, _ = bisected(lambda s: self._there(loss, s, scale) <= most, furthest=FURTHEST, close=CLOSE)
-        return self.at(affordable, scale) if self._there(loss, affordable, scale) <= most else self.undo()
+        affordable, _ = bisected(lambda s: self._measure_at(loss, s, scale) <= most, furthest=FURTHEST, close=CLOSE)
+        return self.at(affordable, scale) if self._measure_at(loss, affordable, scale) <= most else self.undo()
 
     def within_budget(self, budget: float, scale: float = 1.0) -> Repair:
-        """Move to the smallest strength at which the measured drift is within a budget.
+        """Move the model to the smallest strength at which the measured drift is within a budget.
 
         Args:
             budget: The allowed KL(before || now), in nats per example or token.
-            scale: What the update is multiplied by.
+            scale: Multiplier of the update.
 
         Returns:
-            This repair; with its tuned weights where their drift is within the budget already.
+            This repair. If the drift of the tuned weights is already within the budget, the model keeps them.
 
         Raises:
-            LimpetError: Where no strength keeps it; the model then has its tuned weights.
+            LimpetError: If the memory has no probe, or if no strength brings the drift within the budget. In the
+                latter case the model has its tuned weights.
+            ValueError: If `budget` is negative or not finite.
         """
         drift = self._measures.drift
         if drift is None:
-            raise LimpetError("budget= is kept by measuring drift, and the memory has no probe to measure it on")
+            raise LimpetError(
+                "budget= needs a probe to measure drift on, and this memory has no probe: consolidate with "
+                "probe=100, or use strength="
+            )
         budget = finite_number("budget", budget)
         self.undo()
         if drift() <= budget:
             return self
-        _, enough = bisected(lambda s: self._there(drift, s, scale) > budget, furthest=FURTHEST, close=CLOSE)
-        found = self._there(drift, enough, scale)
+        _, enough = bisected(lambda s: self._measure_at(drift, s, scale) > budget, furthest=FURTHEST, close=CLOSE)
+        found = self._measure_at(drift, enough, scale)
         if found <= budget:
             return self
         self.undo()
         raise LimpetError(
-            f"no strength brings the drift within {budget:g}: at {enough:g} it is {found:.4g}. What is left comes "
-            "from parameters that the memory does not hold (memory.report() lists them)"
+            f"no strength brings the drift within {budget:g} nats: at strength {enough:g} it is still {found:.4g}. The "
+            "remaining drift comes from parameters that the memory does not cover (memory.report() lists them): "
+            "restore those, or pass a larger budget="
         )
 
-    def _there(self, measure: Callable[[], float], strength: float, scale: float) -> float:
-        """What is measured at a place of the path, where the model is left."""
+    def _measure_at(self, measure: Callable[[], float], strength: float, scale: float) -> float:
+        """Move the model to a point of the path and measure it there."""
         self.at(strength, scale)
         return measure()
 
@@ -265,27 +297,31 @@ def solve(
     rank: int | None = None,
     progress: bool = True,
 ) -> Repair:
-    """The path of every block that training has moved, the memory knows and the new data use.
+    """Compute the repair path of every block that training has moved, the memory covers and the new data use.
 
     Args:
-        posterior: What the memory knows.
-        fisher: The Fisher of the new data, measured at the tuned weights.
-        measures: What can be measured along the path.
-        weight: What every strength is multiplied by: the share of the new data that the Fisher was measured on.
-        rank: What adapters are cut to, where it is less than their own.
-        progress: Whether a long solution shows a bar.
+        posterior: The posterior of the memory.
+        fisher: The Fisher of the new data at the tuned weights.
+        measures: Functions that measure the model along the path.
+        weight: Factor applied to every strength: the fraction of the new data that the Fisher was estimated on.
+        rank: Truncate adapters to this rank if it is smaller than their own; None keeps their rank.
+        progress: Whether to show a progress bar if this takes long.
 
     Returns:
         The repair, with the model at its tuned weights.
+
+    Raises:
+        UnsupportedError: If a block stores tasks that were consolidated with different strengths.
     """
     held = _by_measurement(posterior, fisher)
     moved = list(displacements(posterior.model, held))
-    moved = [one for one in moved if bool(one.held.precision.fisher().trace() > 0)]  # others cost the old data nothing
+    # blocks without old curvature do not affect the old data, wherever they move
+    moved = [one for one in moved if bool(one.held.precision.fisher().trace() > 0)]
     unseen = [one.block.name for one in moved if not _seen(fisher, one.block)]
     if unseen:
         warn(
-            f"the new data do not use {len(unseen)} blocks that training has moved (such as {unseen[0]}), so they are "
-            "left as tuned",
+            f"the new data do not use {len(unseen)} blocks that training has moved (such as {unseen[0]}), so these "
+            "are not repaired and keep their tuned weights",
             NotProtectedWarning,
         )
     paths = []
@@ -301,11 +337,12 @@ def solve(
 
 
 def _seen(fisher: Fisher, block: Block) -> bool:
-    """Whether the new data say anything about a block."""
+    """Whether the new data have nonzero curvature in a block."""
     return fisher.speaks_of(block) and any(term.is_positive() for term in fisher.terms[block.name])
 
 
 def _path(one: Displacement, fisher: Fisher) -> Pencil:
+    """Compute the closed-form path of one block."""
     held = one.held
     linear_term = held.linear_term
     if linear_term is not None:
@@ -315,19 +352,19 @@ def _path(one: Displacement, fisher: Fisher) -> Pencil:
 
 
 def _common_strength(held: BlockPosterior) -> float:
-    """What every task's Fisher in the block was multiplied by."""
+    """Return the strength shared by all tasks of a block; raise an error if they differ."""
     plain, total = held.precision.diagonals()
     common = float(total.double().sum() / plain.double().sum()) if plain.any() else 1.0
     if not torch.allclose(common * plain, total, rtol=1e-4):
         raise UnsupportedError(
-            f"{held.block.name} holds tasks of different strengths, each around weights of its own, and repair weighs "
-            "all alike: use OnlineLaplace, or PerTaskLaplace with one strength for all tasks"
+            f"{held.block.name} stores tasks with different strengths, each around its own mean, but repair weights "
+            "all tasks equally: use OnlineLaplace, or PerTaskLaplace with the same strength for all tasks"
         )
     return common
 
 
 def _by_measurement(posterior: Posterior, fisher: Fisher) -> dict[str, BlockPosterior]:
-    """The memory's blocks that hold tasks, as the pass measured them: example by example only as diagonals."""
+    """Return the blocks that store tasks, split into diagonals where the pass measured them per sample."""
     structure = posterior.structure
     direct = {b.name for b in fisher.blocks if is_direct(b) and structure.of(b) == "diagonal"}
     found: dict[str, BlockPosterior] = {}

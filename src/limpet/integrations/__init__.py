@@ -1,1 +1,1 @@
-"""Callbacks for the training loops of other libraries, each in a file that imports its library."""
+"""Integrations with the training loops of other libraries, each in a module that imports its library."""

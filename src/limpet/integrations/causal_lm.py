@@ -1,4 +1,4 @@
-"""The memory of a published language model, from a sample of text that stands for what it should keep."""
+"""Memories of causal language models, computed from sample text or from samples of the model itself."""
 
 from __future__ import annotations
 
@@ -21,12 +21,24 @@ SUFFIXES = (".txt", ".md", ".csv")
 
 
 def iter_texts(source: str) -> Iterator[str]:
-    """The texts of a file (.csv: of its column "text"), of all such files in a folder, or of a data set on the hub."""
+    """Iterate over the texts of a file, a folder or a dataset on the Hub.
+
+    Args:
+        source: A .txt, .md or .csv file (of which the column "text" is read), a folder, which is searched recursively
+            for such files, or the name of a dataset on the Hub (of which the column "text" of the training split is
+            streamed).
+
+    Yields:
+        The texts.
+
+    Raises:
+        LimpetError: If there are no texts in the folder, no column "text", or the dataset cannot be loaded.
+    """
     path = Path(source)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
         if not files:
-            raise LimpetError(f"{source} holds no {', '.join(SUFFIXES)} file")
+            raise LimpetError(f"{source} contains no {', '.join(SUFFIXES)} file")
         for file in files:
             yield from iter_texts(str(file))
     elif path.suffix == ".csv" and path.exists():
@@ -44,36 +56,51 @@ def _from_hub(name: str) -> Iterator[str]:
         import datasets
     except ImportError as missing:
         raise LimpetError(
-            f"there is no file {name}, and data sets of the hub need datasets: pip install datasets"
+            f"there is no file {name}, and datasets on the Hub require the datasets library: pip install datasets"
         ) from missing
     try:
         rows = datasets.load_dataset(name, split="train", streaming=True)
-    except Exception as error:  # whatever the hub, the network or the set's own code raise
-        raise LimpetError(f"{name} is no file here, and no data set that could be read: {error}") from error
+    except Exception as error:  # the Hub, the network and the dataset's own code may raise anything
+        raise LimpetError(f"{name} is not a local file, and not a dataset that can be loaded: {error}") from error
     yield from _column(name, rows)
 
 
 def _column(source: str, rows: Iterable[Any]) -> Iterator[str]:
     for row in rows:
         if "text" not in row:
-            raise LimpetError(f'{source} has no column "text", but {", ".join(map(repr, row))}: rename the one to read')
+            columns = ", ".join(map(repr, row))
+            raise LimpetError(f'{source} has no column "text", only {columns}: rename the column to read to "text"')
         yield row["text"]
 
 
 def pack_tokens(tokenizer: Any, sources: Sequence[str], *, tokens: int, length: int) -> Tensor:
-    """So many tokens, the same number of every source, in rows of `length`: texts set end to end."""
+    """Tokenize texts and pack them into rows of equal length, end to end.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        sources: Files, folders or datasets, as in `iter_texts`.
+        tokens: The number of tokens in total, divided equally among the sources and rounded to whole rows. A source
+            with less text contributes what it has.
+        length: The number of tokens per row.
+
+    Returns:
+        Token ids of shape (rows, length).
+
+    Raises:
+        LimpetError: If a source has fewer than `length` tokens.
+    """
     each, found = -(-tokens // len(sources)), []
     for source in sources:
         found.append(_first(tokenizer, iter_texts(source), each, length))
         if not len(found[-1]):
-            raise LimpetError(f"{source} holds fewer than {length} tokens: give more text, or a smaller --length")
+            raise LimpetError(f"{source} has fewer than {length} tokens: provide more text, or a smaller --length")
     return torch.cat(found)
 
 
 def _first(tokenizer: Any, some: Iterable[str], tokens: int, length: int) -> Tensor:
     ids: list[int] = []
     for text in some:
-        for start in range(0, len(text), 1 << 16):  # a book is not tokenised for its first page
+        for start in range(0, len(text), 1 << 16):  # tokenize no more of a long text than needed
             ids += tokenizer(text[start : start + (1 << 16)], add_special_tokens=False)["input_ids"]
             if len(ids) >= tokens:
                 break
@@ -84,26 +111,37 @@ def _first(tokenizer: Any, some: Iterable[str], tokens: int, length: int) -> Ten
 
 
 def count_tokens(tokenizer: Any, sources: Sequence[str]) -> int:
-    """The tokens of local files; 0 where one of the sources is not, since nobody reads a whole data set for that."""
+    """Count the tokens of local files.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        sources: Files or folders.
+
+    Returns:
+        The number of tokens, or 0 if any source is not local, since counting would download the whole dataset.
+    """
     if not all(Path(source).exists() for source in sources):
         return 0
-    every = (text for source in sources for text in iter_texts(source))
-    return sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in every)
+    texts = (text for source in sources for text in iter_texts(source))
+    return sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
 
 
 def prefixes(tokenizer: Any, path: Path) -> list[list[int]]:
-    """The lines of a file as tokens: as the user's turn of a chat where the tokenizer has a template for it.
+    """Tokenize a file of prompts, as user turns if the tokenizer has a chat template.
 
     Args:
-        tokenizer: That of the model.
-        path: A text file with a prompt on every line.
+        tokenizer: The tokenizer of the model.
+        path: A text file with one prompt per line.
 
     Returns:
-        Token numbers for every prompt.
+        The token ids of every prompt.
+
+    Raises:
+        LimpetError: If the file contains no prompt.
     """
     lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
     if not lines:
-        raise LimpetError(f"{path} holds no prompt: give a line for each")
+        raise LimpetError(f"{path} contains no prompts: write one per line")
     if getattr(tokenizer, "chat_template", None):
         chats = [[{"role": "user", "content": line}] for line in lines]
         lines = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
@@ -114,9 +152,9 @@ def prefixes(tokenizer: Any, path: Path) -> list[list[int]]:
 
 
 def chat_prefix(tokenizer: Any) -> list[int]:
-    """The tokens with which the first turn of a user begins in the tokenizer's chat template."""
+    """The token ids that precede the first user message in the tokenizer's chat template."""
     if not getattr(tokenizer, "chat_template", None):
-        raise LimpetError("the tokenizer has no chat template: leave out --chat")
+        raise LimpetError("the tokenizer has no chat template: omit --chat")
     mark = "limpet"
     text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
     return list(tokenizer(text.partition(mark)[0], add_special_tokens=False)["input_ids"])
@@ -134,27 +172,33 @@ def self_samples(
     seed: int = 0,
     progress: bool = True,
 ) -> Tensor:
-    """Text that a causal language model draws itself, which stands for what it knows where there are no data.
+    """Sample text from a causal language model, to represent what it knows when the original data are not available.
 
-    Every token is drawn from the model's own distribution, by its number in the row and the seed alone, so the same
-    text comes of any batch size. The end of a text is a token as any other, after which the next one begins.
+    Tokens are sampled from the model's own distribution. The random number of a token depends only on the seed and its
+    position, so the samples do not depend on the batch size. The end-of-text token is treated like any other token, and
+    the row continues with the next text.
 
     Args:
-        model: The model, which is left as it was.
-        tokens: How many tokens to draw, prefixes not counted.
-        length: Tokens of a row, its prefix included.
-        prefixes: What rows begin with, in turns; by default the token that texts begin with.
-        batch_size: Rows that are drawn at a time, with a cache of keys and values.
-        temperature: What the logits are divided by.
-        seed: Of the draws.
-        progress: Whether there is a bar.
+        model: The model. Its state is preserved.
+        tokens: The number of tokens to sample, not counting prefixes. Rounded up to whole rows.
+        length: The number of tokens per row, including its prefix.
+        prefixes: Token ids that the rows start with, used in turn. Defaults to the model's beginning-of-text token (or
+            end-of-text token, if it has none).
+        batch_size: The number of rows to sample at a time, with a key-value cache.
+        temperature: The sampling temperature, by which the logits are divided.
+        seed: The random seed.
+        progress: Whether to show a progress bar.
 
     Returns:
-        Rows (n, length) of token numbers.
+        Token ids of shape (rows, length).
+
+    Raises:
+        LimpetError: If a prefix is empty or does not fit into a row, or the model has no beginning-of-text token.
+        ValueError: If `temperature` is not positive.
     """
     starts = [list(prefix) for prefix in prefixes or [[_first_token(model)]]]
     if not all(0 < len(start) < length for start in starts):
-        raise LimpetError(f"a prefix has from 1 to {length - 1} tokens: give shorter ones, or a larger length")
+        raise LimpetError(f"prefixes must have from 1 to {length - 1} tokens: use shorter prefixes, or a larger length")
     if not temperature > 0:
         raise ValueError(f"temperature must be > 0, not {temperature!r}")
     lengths: list[int] = []
@@ -162,17 +206,17 @@ def self_samples(
     while left > 0:
         lengths.append(length - len(starts[len(lengths) % len(starts)]))
         left -= lengths[-1]
-    wanted = torch.rand(len(lengths), length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    uniform = torch.rand(len(lengths), length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     rows = torch.zeros(len(lengths), length, dtype=torch.long)
     bar = Progress(sum(lengths), show=progress, label="limpet: samples", unit="tokens")
     try:
         with preserve_state(model):
-            for size in sorted(set(lengths)):  # rows whose prefixes are of one length go together
+            for size in sorted(set(lengths)):  # batch rows whose prefixes have equal lengths
                 same = [i for i, one in enumerate(lengths) if one == size]
                 for begin in range(0, len(same), batch_size):
                     some = same[begin : begin + batch_size]
                     prefix = torch.tensor([starts[i % len(starts)] for i in some])
-                    rows[some] = _continued(model, prefix, wanted[some], temperature, bar)
+                    rows[some] = _continued(model, prefix, uniform[some], temperature, bar)
     finally:
         bar.close()
     return rows
@@ -183,18 +227,18 @@ def _first_token(model: Any) -> int:
         found = getattr(model.config, name, None)
         if isinstance(found, int):
             return found
-    raise LimpetError("the model does not say what token a text begins with: give prefixes")
+    raise LimpetError("the model's config has no single bos_token_id or eos_token_id: pass prefixes=")
 
 
-def _continued(model: Any, prefix: Tensor, wanted: Tensor, temperature: float, bar: Progress) -> Tensor:
-    """The prefixes with what the model draws after them; `wanted` are uniform numbers for every place."""
+def _continued(model: Any, prefix: Tensor, uniform: Tensor, temperature: float, bar: Progress) -> Tensor:
+    """Continue the prefixes with sampled tokens, given a uniform random number for every position."""
     device = next(model.parameters()).device
     row, cache, given = prefix, None, prefix
-    while row.shape[1] < wanted.shape[1]:
-        told = model(input_ids=given.to(device), past_key_values=cache, use_cache=True)
-        cache = told.past_key_values
-        cumulative = (told.logits[:, -1].double().cpu() / temperature).softmax(-1).cumsum(-1)
-        place = wanted[:, row.shape[1], None] * cumulative[:, -1:]
+    while row.shape[1] < uniform.shape[1]:
+        output = model(input_ids=given.to(device), past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        cumulative = (output.logits[:, -1].double().cpu() / temperature).softmax(-1).cumsum(-1)
+        place = uniform[:, row.shape[1], None] * cumulative[:, -1:]
         given = torch.searchsorted(cumulative, place).clamp_max(cumulative.shape[1] - 1)
         row = torch.cat([row, given], 1)
         bar.update(len(row))
@@ -202,7 +246,7 @@ def _continued(model: Any, prefix: Tensor, wanted: Tensor, temperature: float, b
 
 
 def vocabulary(model: Any) -> list[nn.Module]:
-    """The layers that go from and to tokens: by far the largest, and the last that fine-tuning changes."""
+    """The input and output embeddings: by far the largest layers, and usually those that fine-tuning changes least."""
     layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     return [layer for layer in layers if layer is not None]
 
@@ -217,24 +261,27 @@ def consolidate_lm(
     progress: bool = True,
     **settings: Any,
 ) -> OnlineLaplace:
-    """The memory of a causal language model as it is, whose weights are the mean before and after.
+    """Compute the memory of a causal language model at its current weights.
+
+    The prior mean and the posterior mean are both the current weights.
 
     Args:
         model: The model.
-        batches: Token numbers (rows, length); on many ranks the same on all, and each takes its turn with them.
-        with_vocabulary: Whether the layers from and to tokens are held, too.
-        checkpoint: As for `memory.consolidate`.
-        probe: Further rows to measure drift on, best such as are not among the batches.
-        progress: Whether there is a bar.
-        **settings: Those of `limpet.OnlineLaplace`.
+        batches: Token ids of shape (rows, length). In distributed runs, pass the same batches on all ranks; the ranks
+            process them in turn.
+        with_vocabulary: Whether to include the input and output embeddings.
+        checkpoint: As in `memory.consolidate`.
+        probe: Further batches to measure drift on, preferably not among `batches`.
+        progress: Whether to show a progress bar.
+        **settings: Options of `limpet.OnlineLaplace`.
 
     Returns:
         The memory.
     """
     exclude = [] if with_vocabulary else vocabulary(model)
     memory = OnlineLaplace(model, **{"strength": "auto", "prior_mean": "initial", "exclude": exclude, **settings})
-    every = ReplicatedBatches([{"input_ids": batch} for batch in batches])
-    memory.consolidate(every, checkpoint=checkpoint, progress=progress)
+    replicated = ReplicatedBatches([{"input_ids": batch} for batch in batches])
+    memory.consolidate(replicated, checkpoint=checkpoint, progress=progress)
     if len(probe):
         memory.add_probe([{"input_ids": batch} for batch in probe])
     return memory

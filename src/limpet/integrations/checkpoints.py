@@ -1,4 +1,4 @@
-"""Fine-tuned language models as folders: transformers' checkpoints and peft's adapters, read and written alike."""
+"""Load and save fine-tuned language models: transformers checkpoints and peft adapters, through one interface."""
 
 from __future__ import annotations
 
@@ -15,31 +15,41 @@ ADAPTER = "adapter_config.json"
 
 
 def read_base(name: str, dtype: str = "float32", device: str | None = None) -> Any:
-    """A causal language model.
+    """Load a causal language model.
 
     Args:
-        name: A folder, or its name on the hub.
-        dtype: What it computes in.
-        device: Where it runs; by default a GPU if there is one.
+        name: A folder, or the name of a model on the Hub.
+        dtype: The name of the dtype to load it in.
+        device: The device to load it on. Defaults to a GPU if one is available.
 
     Returns:
         The model.
 
     Raises:
-        LimpetError: Where there is none.
+        LimpetError: If `name` is not a causal language model that can be loaded.
     """
     try:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
     except (OSError, ValueError) as error:
-        raise LimpetError(f"{name} is not a causal language model that can be read: {_first_line(error)}") from error
+        raise LimpetError(f"{name} is not a causal language model that can be loaded: {_first_line(error)}") from error
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def read_tokenizer(*names: str) -> Any:
-    """The tokenizer of the first of these that has one."""
+    """Load the tokenizer of the first model that has one.
+
+    Args:
+        *names: Folders, or names of models on the Hub.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        LimpetError: If none of them has a tokenizer.
+    """
     found = next((one for one in map(_tokenizer, names) if one is not None), None)
     if found is None:
-        raise LimpetError(f"there is no tokenizer in {' or '.join(names)}")
+        raise LimpetError(f"no tokenizer found in {' or '.join(names)}: save it there with tokenizer.save_pretrained()")
     return found
 
 
@@ -51,39 +61,42 @@ def _tokenizer(name: str) -> Any:
 
 
 def read_tuned(base: str, tuned: Path, dtype: str = "float32", device: str | None = None) -> Any:
-    """A fine-tuned model: the base with its adapter, or a checkpoint of its own.
+    """Load a fine-tuned model: the base model with a peft adapter, or a full checkpoint.
 
     Args:
-        base: The model that was fine-tuned, a folder or a name on the hub.
-        tuned: A folder with an adapter of peft or with a checkpoint of transformers.
-        dtype: What it computes in.
-        device: Where it runs.
+        base: The base model, as a folder or a name on the Hub. Used only with an adapter.
+        tuned: A folder with a peft adapter or a transformers checkpoint.
+        dtype: The name of the dtype to load it in.
+        device: The device to load it on. Defaults to a GPU if one is available.
 
     Returns:
-        The model; with an adapter, peft's model around it.
+        The model; with an adapter, a `peft.PeftModel`.
+
+    Raises:
+        LimpetError: If `tuned` is not a folder, does not fit the base model, or needs peft, which is not installed.
     """
     if not tuned.is_dir():
-        raise LimpetError(f"{tuned} is not a folder: give that of an adapter or of a checkpoint")
+        raise LimpetError(f"{tuned} is not a folder: pass the folder of an adapter or a checkpoint")
     if not (tuned / ADAPTER).exists():
         return read_base(str(tuned), dtype, device)
     try:
         import peft
     except ImportError as missing:
-        raise LimpetError("adapters need peft: pip install 'limpet[transformers]'") from missing
+        raise LimpetError("adapters require peft: pip install 'limpet[transformers]'") from missing
     model = read_base(base, dtype, device)
     try:
         return peft.PeftModel.from_pretrained(model, str(tuned))
     except (OSError, ValueError, RuntimeError) as error:
-        raise LimpetError(f"{tuned} holds no adapter that fits {base}: {_first_line(error)}") from error
+        raise LimpetError(f"{tuned} does not contain an adapter for {base}: {_first_line(error)}") from error
 
 
 def write_tuned(model: Any, out: Path, like: Path) -> None:
-    """Write a model as it was read by `read_tuned`: adapter or checkpoint, in the dtype of the file.
+    """Save a model loaded by `read_tuned` in the same form: adapter or checkpoint, in the dtype of the original file.
 
     Args:
         model: The model.
-        out: The folder to write.
-        like: The folder that it was read from, whose tokenizer goes along.
+        out: The folder to write to.
+        like: The folder it was loaded from. Its tokenizer, if it has one, is copied.
     """
     dtype = _dtype(like)
     if dtype is not None:
@@ -91,13 +104,13 @@ def write_tuned(model: Any, out: Path, like: Path) -> None:
             if "lora_" in name or not (like / ADAPTER).exists():
                 parameter.data = parameter.data.to(dtype)
     model.save_pretrained(out)
-    tokenizer = _tokenizer(str(like))  # adapters are often kept without one
+    tokenizer = _tokenizer(str(like))  # adapters are often saved without one
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
 
 
 def _dtype(folder: Path) -> torch.dtype | None:
-    """The dtype of the floating-point tensors in a folder's first safetensors file; None where there is none."""
+    """The dtype of the first floating-point tensor in a folder's safetensors files, or None if there is none."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118

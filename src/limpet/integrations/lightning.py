@@ -1,8 +1,9 @@
-"""Hold fast inside Lightning's Trainer.
+"""Protect a model during training with Lightning's Trainer.
 
-memory = limpet.OnlineLaplace(module.network)
-trainer = lightning.Trainer(callbacks=[MemoryCallback(memory, examples=len(data))])
-trainer.fit(module, loader)
+Examples:
+    memory = limpet.OnlineLaplace(module.network)
+    trainer = lightning.Trainer(callbacks=[MemoryCallback(memory, examples=len(data))])
+    trainer.fit(module, loader)
 """
 
 from __future__ import annotations
@@ -18,12 +19,21 @@ from limpet.model import Forward
 
 
 class MemoryCallback(Callback):
-    """Protects while Lightning trains, logs forecast and penalty, and is part of its checkpoints.
+    """Lightning callback that protects earlier tasks during training, and logs the forecast and the penalty.
 
-    `memory` is of the LightningModule or of a network inside it. `examples`, `budget`, `mode` and `every` are as in
-    `memory.protect`; without `examples` it is the length of the training set. Numbers are logged every `log_every`
-    steps. With `consolidate=True` the task is taken in at the end, from the training loader (of at most `limit`
-    examples); `forward(model, batch)` gives (outputs, targets) for batches that are not pairs or dictionaries.
+    Lightning's checkpoints include the state of the memory, unless it is sharded.
+
+    Args:
+        memory: A memory of the LightningModule or of a network inside it.
+        examples: The number of examples of the new task. Defaults to the length of the training set.
+        budget: As in `memory.protect`.
+        mode: As in `memory.protect`.
+        every: As in `memory.protect`.
+        log_every: Number of optimizer steps between log entries.
+        consolidate: Whether to consolidate the task at the end of training, from the training dataloader.
+        limit: The maximum number of examples used to estimate curvature in consolidation. Defaults to all.
+        forward: A function `forward(model, batch)` that returns (outputs, targets), for batches that are not pairs or
+            dictionaries. Used only in consolidation.
     """
 
     def __init__(
@@ -42,56 +52,56 @@ class MemoryCallback(Callback):
         self.memory = memory
         self.examples, self.budget, self.mode, self.every = examples, budget, mode, every
         self.log_every, self.consolidate, self.limit, self.forward = log_every, consolidate, limit, forward
-        self._holding: TrainingSession | None = None
+        self._session: TrainingSession | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to hold."""
-        self._let_go(finished=False)
+        """Start the protection."""
+        self._end(finished=False)
         if len(trainer.optimizers) != 1:
             raise LimpetError(
-                f"MemoryCallback holds the parameters of one optimizer, and there are {len(trainer.optimizers)}: put "
-                "all parameters that the memory holds into groups of one of them, and call memory.protect(...) by hand"
+                f"MemoryCallback supports one optimizer, and there are {len(trainer.optimizers)}: put all parameters "
+                "that the memory protects into parameter groups of one optimizer, and call memory.protect(...) yourself"
             )
         if self.memory.sharded:
             warn(
-                "Lightning keeps what the first rank has, and this memory is on all of them, so its checkpoints are "
-                "without it: call memory.save(path) on every rank",
+                "Lightning saves callback state from rank 0 only, and this memory is sharded, so checkpoints will not "
+                "include it: call memory.save(path) on every rank",
                 NotProtectedWarning,
             )
         examples = _length(trainer.train_dataloader) if self.examples is None else self.examples
         options = {"mode": self.mode, "every": self.every, "budget": self.budget}
-        self._holding = TrainingSession(self.memory, trainer.optimizers[0], examples=examples, **options)
+        self._session = TrainingSession(self.memory, trainer.optimizers[0], examples=examples, **options)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what the memory foretells, and the penalty as it stands beside the loss."""
-        if self._holding is not None and trainer.global_step % self.log_every == 0:
-            pl_module.log_dict({**self._holding.logged()})
+        """Log the forecast, and the penalty on the scale of the loss."""
+        if self._session is not None and trainer.global_step % self.log_every == 0:
+            pl_module.log_dict({**self._session.logged()})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let go; take the task in if asked."""
-        holding = self._let_go(finished=True)
-        if self.consolidate and holding is not None:
+        """End the protection, and consolidate the task if requested."""
+        session = self._end(finished=True)
+        if self.consolidate and session is not None:
             loader: Any = trainer.train_dataloader
-            self.memory.consolidate(loader, examples=holding.examples, limit=self.limit, forward=self.forward)
+            self.memory.consolidate(loader, examples=session.examples, limit=self.limit, forward=self.forward)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let go."""
-        self._let_go(finished=False)
+        """End the protection."""
+        self._end(finished=False)
 
-    def _let_go(self, *, finished: bool) -> TrainingSession | None:
-        holding, self._holding = self._holding, None
-        if holding is not None:
-            holding.let_go(finished=finished)
-        return holding
+    def _end(self, *, finished: bool) -> TrainingSession | None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.let_go(finished=finished)
+        return session
 
     def state_dict(self) -> dict[str, Any]:
-        """The memory's state: plain values and tensors."""
+        """Return the state of the memory: plain values and tensors."""
         return {} if self.memory.sharded else {**self.memory.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the memory from a checkpoint."""
         if not self.memory.sharded:
             self.memory.load_state_dict({"metadata": state_dict["metadata"], "tensors": state_dict["tensors"]})
 
@@ -99,5 +109,5 @@ class MemoryCallback(Callback):
 def _length(loader: Any) -> int:
     dataset = getattr(loader, "dataset", None)
     if dataset is None or not hasattr(dataset, "__len__"):
-        raise LimpetError("the training set does not say how long it is: give MemoryCallback(..., examples=N)")
+        raise LimpetError("the training set has no length: pass MemoryCallback(..., examples=N)")
     return len(dataset)

@@ -1,4 +1,4 @@
-"""A memory that holds the optimizer of somebody else's training loop, from its beginning to its end."""
+"""Protection during a training loop that is driven by callbacks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,27 @@ from limpet.methods import Memory
 
 
 class TrainingSession:
-    """`with memory.protect(optimizer, examples=N, ...)` for callbacks, which begin here and end there."""
+    """`with memory.protect(optimizer, examples=N, ...)` for callbacks, where entry and exit are separate calls.
+
+    Args:
+        memory: The memory.
+        optimizer: The optimizer to protect.
+        examples: The number of examples of the new task.
+        **options: Further options of `memory.protect`.
+    """
 
     def __init__(self, memory: Memory, optimizer: Any, *, examples: int, **options: Any) -> None:
         self.memory, self.examples = memory, examples
         self._protection = memory.protect(optimizer, examples=examples, **options).__enter__()
 
     def let_go(self, *, finished: bool) -> None:
-        """Leave the body; unfinished is as by an error."""
+        """End the protection. With `finished=False`, it is exited as if the body had raised an error."""
         self._protection.__exit__(None if finished else LimpetError)
 
     @torch.no_grad()
     def logged(self) -> dict[str, float]:
-        """The forecast in nats per old example, and the penalty as it stands beside the loss."""
-        found = {"memory_forecast": float(self.memory.forecast())}
-        if not self.memory.sharded:  # no rank knows all of the penalty
-            found["memory_penalty"] = self._protection.penalty()
-        return found
+        """The metrics to log: the forecast in nats per old example, and the penalty on the scale of the loss."""
+        metrics = {"memory_forecast": float(self.memory.forecast())}
+        if not self.memory.sharded:  # each rank knows only its own part of the penalty
+            metrics["memory_penalty"] = self._protection.penalty()
+        return metrics

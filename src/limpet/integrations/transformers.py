@@ -1,8 +1,9 @@
-"""Hold fast inside transformers' Trainer, and everything that is built on it (trl's SFTTrainer, ...).
+"""Protect or repair a model trained with transformers' Trainer or a trainer built on it (trl's SFTTrainer, ...).
 
-memory = limpet.load("memory.safetensors", model)
-trainer = Trainer(model, args, train_dataset=data, callbacks=[MemoryCallback(memory)])
-trainer.train()
+Examples:
+    memory = limpet.load("memory.safetensors", model)
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[MemoryCallback(memory)])
+    trainer.train()
 """
 
 from __future__ import annotations
@@ -27,21 +28,36 @@ from limpet.model.batch import is_causal
 
 IGNORED = -100
 MEASURED = 10_000
-"""Examples (or tokens) that a repair measures curvature on, where nobody says how many."""
+"""Default number of examples (or tokens) from which a repair estimates the curvature."""
 
 
 class MemoryCallback(TrainerCallback):
-    """Protects while the Trainer trains, logs forecast and penalty beside the loss, and goes on from its checkpoints.
+    """Trainer callback that protects earlier tasks during training, or repairs the model afterwards.
 
-    `memory` is a memory or the file of one. `examples` is N, the examples of the new task (for a language model the
-    tokens that are predicted in one epoch; counted where the data set says so), `budget`, `mode` and `every` are as in
-    `memory.protect`. Every checkpoint of the Trainer holds the memory too, and `resume_from_checkpoint` goes on with
-    it. With `consolidate=True` the task is taken in at the end (of at most `limit` examples or tokens), and the memory
-    that knows it is written beside the model.
+    The forecast and the penalty are logged with the loss. Every checkpoint of the Trainer includes the memory, and
+    `resume_from_checkpoint` restores it.
 
-    With `repair=True` (or a dictionary of options of `limpet.repair`, such as {"tolerance": 0.02}) training goes as
-    usual, with nothing that protects, and is repaired at its end; forecast, loss and drift before and after go into
-    `trainer.state.log_history`, and `callback.repaired` can undo it. `protect=True` asks for both.
+    With `repair`, the model is trained without protection and repaired at the end. Forecast, loss and drift before and
+    after the repair are appended to `trainer.state.log_history`, and the repair can be undone through
+    `callback.repaired`.
+
+    Args:
+        memory: A memory, or the path of a memory file.
+        examples: The number of examples of the new task; for a causal language model, the number of tokens predicted in
+            one epoch. By default, it is counted from the dataset.
+        budget: As in `memory.protect`.
+        mode: As in `memory.protect`.
+        every: As in `memory.protect`.
+        consolidate: Whether to consolidate the task at the end of training, and save the updated memory in the output
+            directory.
+        limit: The maximum number of examples or tokens used to estimate curvature, in consolidation and in repair.
+        repair: Whether to repair the model at the end of training, or a dictionary of options for `limpet.repair`, such
+            as `{"tolerance": 0.02}`.
+        protect: Whether to protect during training. Defaults to True without `repair` and to False with it; pass True
+            to do both.
+
+    Raises:
+        ValueError: If `budget` is given without protection.
     """
 
     def __init__(
@@ -61,25 +77,31 @@ class MemoryCallback(TrainerCallback):
         self.repair: Mapping[str, Any] | None = None if repair is False else {} if repair is True else repair
         self.protect = self.repair is None if protect is None else protect
         if budget is not None and not self.protect:
-            raise ValueError("budget= is for protection; for a repair within one give repair={'budget': ...}")
+            raise ValueError(
+                "budget= applies to protection, which is off: to repair within a budget, pass repair={'budget': ...}"
+            )
         self.repaired: Repair | None = None
         self._training = False
         self.examples, self.budget, self.mode, self.every = examples, budget, mode, every
         self.consolidate, self.limit = consolidate, limit
-        self._holding: TrainingSession | None = None
-        self._written: tuple[Path, Any] | None = None  # the last file, and what is in it
+        self._session: TrainingSession | None = None
+        self._written: tuple[Path, Any] | None = None  # the last file and its content
 
     @property
     def memory(self) -> Memory:
-        """The memory, once training has begun."""
+        """The memory. If it was given as a path, it is available once training has begun.
+
+        Raises:
+            LimpetError: If the memory has not been loaded yet.
+        """
         if not isinstance(self._memory, Memory):
-            raise LimpetError("the memory is read from its file when training begins")
+            raise LimpetError("the memory is not loaded yet: it is read from its file when training begins")
         return self._memory
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin to hold, from where a checkpoint stopped."""
+        """Load the memory, from the checkpoint when resuming, and start the protection."""
         self.close()
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         if not isinstance(self._memory, Memory):
@@ -91,7 +113,7 @@ class MemoryCallback(TrainerCallback):
         self._training = True
         if self.protect:
             options = {"mode": self.mode, "every": self.every, "budget": self.budget}
-            self._holding = TrainingSession(self.memory, optimizer, examples=self._count, **options)
+            self._session = TrainingSession(self.memory, optimizer, examples=self._count, **options)
 
     def on_log(
         self,
@@ -101,22 +123,22 @@ class MemoryCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Put forecast (nats per old example) and penalty (as it stands beside the loss) into the log."""
-        if logs is None or "loss" not in logs or self._holding is None:
+        """Add the forecast (nats per old example) and the penalty (on the scale of the loss) to the logs."""
+        if logs is None or "loss" not in logs or self._session is None:
             return
-        found = self._holding.logged()
-        logs.update(found)
+        metrics = self._session.logged()
+        logs.update(metrics)
         if state.log_history:
-            state.log_history[-1].update(found)
+            state.log_history[-1].update(metrics)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the memory into the checkpoint's folder; one that has not changed is linked, not written again."""
+        """Save the memory in the checkpoint folder, as a hard link if it has not changed since the last checkpoint."""
         self._write(_checkpoint(args, state) / FILE, state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Let go; repair, and take the task in, if asked."""
+        """End the protection; repair and consolidate if requested."""
         training, self._training = self._training, False
         self.close(finished=True)
         data: Iterable[Any] = kwargs["train_dataloader"]
@@ -139,20 +161,26 @@ class MemoryCallback(TrainerCallback):
         state.log_history.append({**logged, "step": state.global_step})
 
     def close(self, *, finished: bool = False) -> None:
-        """Let the optimizer go. The Trainer does it at its end; after an error it is yours to do."""
-        holding, self._holding = self._holding, None
-        if holding is not None:
-            holding.let_go(finished=finished)
+        """End the protection and release the optimizer.
+
+        The Trainer does this at the end of training. After an error in training, call it yourself.
+
+        Args:
+            finished: Whether training has completed.
+        """
+        session, self._session = self._session, None
+        if session is not None:
+            session.let_go(finished=finished)
 
     def _write(self, path: Path, trainer: TrainerState) -> None:
         if not self.memory.sharded and not trainer.is_world_process_zero:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        if self.memory.sharded:  # one file, written by all ranks together
+        if self.memory.sharded:  # all ranks write to the same file
             self.memory.save(path)
             return
         state = self.memory.state_dict()
-        # a memory's tensors never change, so the same ones hold the same
+        # the tensors of a memory are never modified in place, so equal ids mean equal content
         content = state["metadata"], {name: id(tensor) for name, tensor in state["tensors"].items()}
         if self._written is not None and self._written[1] == content and self._written[0].exists():
             path.unlink(missing_ok=True)
@@ -171,20 +199,31 @@ def _folder(args: TrainingArguments) -> Path:
 
 
 def predicted(model: nn.Module, loader: Any) -> int:
-    """The examples of a loader's data set, or the tokens that a causal language model predicts in them."""
+    """Count the examples of a dataset, or the tokens that a causal language model predicts in one epoch of it.
+
+    Args:
+        model: The model.
+        loader: The dataloader of the dataset.
+
+    Returns:
+        The number of examples, or the number of tokens (at least 1).
+
+    Raises:
+        LimpetError: If the dataset has no length, or its rows have no `input_ids`.
+    """
     data = loader.dataset
     if not hasattr(data, "__len__"):
-        raise LimpetError("the data set does not say how long it is: give MemoryCallback(..., examples=N)")
+        raise LimpetError("the dataset has no length: pass MemoryCallback(..., examples=N)")
     if not is_causal(unwrapped(model)):
         return len(data)
     return max(sum(_next_tokens(data[i]) for i in range(len(data))), 1)
 
 
 def _next_tokens(row: Any) -> int:
-    """The tokens of a row that are predicted: all but the first, and but those that are masked."""
+    """The number of tokens of a row that are predicted: all but the first and the masked ones."""
     for name in ("labels", "completion_mask", "assistant_masks"):
         if row.get(name) is not None:
             return sum(int(value != IGNORED if name == "labels" else value) for value in row[name][1:])
     if "input_ids" not in row:
-        raise LimpetError("rows without input_ids cannot be counted: give MemoryCallback(..., examples=N)")
+        raise LimpetError("cannot count tokens in rows without input_ids: pass MemoryCallback(..., examples=N)")
     return len(row["input_ids"]) - 1

@@ -1,1 +1,1 @@
-"""Files: safetensors with a versioned header, checkpoints of torch.distributed, the Hugging Face hub."""
+"""File formats: safetensors files with a versioned header, torch.distributed checkpoints, and the Hugging Face Hub."""

@@ -1,10 +1,10 @@
-"""A memory in a checkpoint of torch.distributed.checkpoint, beside the model and the optimizer of a training.
+"""Read a memory from a torch.distributed checkpoint that also holds the model and the optimizer.
 
     dcp.save({"model": model, "memory": memory}, checkpoint_id=folder)    # or dcp.async_save
     memory = limpet.load(folder, model)                                   # on any number of ranks
 
-Every rank writes the blocks that it keeps and reads those that it is to keep. To publish a memory, write it by
-`memory.save(path)`: checkpoints are for one's own trainings.
+Every rank writes the blocks it owns and reads the blocks it will own. Checkpoints are meant for resuming your own
+training runs; to publish a memory, use `memory.save(path)`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,27 @@ if TYPE_CHECKING:
     from limpet.io.dcp_reader import Reader
 
 INDEX = ".metadata"
-"""The file that every such checkpoint has."""
+"""Name of the index file that every torch.distributed checkpoint contains."""
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """Whether a folder is such a checkpoint."""
+    """Whether a folder is a torch.distributed checkpoint."""
     return (Path(path) / INDEX).is_file()
 
 
 def read(folder: str | Path) -> State:
-    """The state of the memory in a checkpoint. Its tensors are read when they are asked for, by each rank its own."""
-    from limpet.io.dcp_reader import Reader  # torch.distributed.checkpoint takes long to import
+    """Read the state of the memory in a checkpoint.
+
+    Args:
+        folder: The checkpoint folder.
+
+    Returns:
+        The state. Its tensors are read lazily, so each rank reads only those it accesses.
+
+    Raises:
+        MemoryFileError: If the checkpoint does not contain exactly one memory.
+    """
+    from limpet.io.dcp_reader import Reader  # torch.distributed.checkpoint is slow to import
 
     reader = Reader(folder, INDEX)
     entries = reader.entries
@@ -46,23 +56,26 @@ def read(folder: str | Path) -> State:
     if len(prefixes) != 1:
         found = "no memory" if not prefixes else f"{len(prefixes)} memories"
         raise MemoryFileError(
-            f"{Path(folder).name} holds {found}: save one, dcp.save({{'memory': memory, ...}}, checkpoint_id=...)"
+            f"{Path(folder).name} contains {found}, but must contain exactly one: save it with "
+            "dcp.save({'memory': memory, ...}, checkpoint_id=...)"
         )
     metadata = reader.read(f"{prefixes[0]}metadata", "")
     if not isinstance(metadata, str):
-        raise MemoryFileError(f"{Path(folder).name} holds something else than a memory")
+        raise MemoryFileError(f"{Path(folder).name} does not contain a limpet memory: its metadata is not a string")
     return {"metadata": metadata, "tensors": _Tensors(reader, f"{prefixes[0]}tensors.")}
 
 
 class _Tensors(Mapping[str, Tensor]):
+    """The tensors under a prefix of a checkpoint, each read when it is accessed."""
+
     def __init__(self, reader: Reader, prefix: str) -> None:
         self._reader, self._prefix = reader, prefix
         self._entries = {key.removeprefix(prefix): e for key, e in reader.entries.items() if key.startswith(prefix)}
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
-        place = torch.empty(entry.size, dtype=entry.properties.dtype)
-        tensor: Tensor = self._reader.read(self._prefix + name, place)
+        buffer = torch.empty(entry.size, dtype=entry.properties.dtype)
+        tensor: Tensor = self._reader.read(self._prefix + name, buffer)
         return tensor
 
     def __iter__(self) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""One safetensors file, written by many ranks: each puts its tensors where they belong, and none holds them all.
+"""Write one safetensors file from several ranks, without gathering all tensors on any of them.
 
-The format (a length, a JSON header, the bytes of the tensors) lets everybody work out from names, dtypes and shapes
-where their bytes go. The ranks must see the same folder.
+In the safetensors format (a length, a JSON header, the bytes of the tensors), the names, dtypes and shapes determine
+where the bytes of every tensor go, so each rank writes its own tensors in place. The ranks must share a file system.
 """
 
 from __future__ import annotations
@@ -20,23 +20,34 @@ from limpet.io import tensor_file
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 UNKNOWN = "0" * 64
-"""What stands in place of the checksum until all bytes are there."""
+"""Placeholder for the checksum until all tensors are written."""
 
 
 def write(
     path: str | Path, format_name: str, description: Mapping[str, Any], tensors: Mapping[str, Tensor], ranks: Ranks
 ) -> None:
-    """Write a file of which every rank has some tensors. It appears whole or not at all."""
+    """Write a file to which every rank contributes tensors. Collective and atomic.
+
+    Args:
+        path: The file to write, in a folder that all ranks can access.
+        format_name: The format stated in the header.
+        description: JSON-serializable metadata, the same on all ranks.
+        tensors: The tensors of this rank, by names that are unique across ranks.
+        ranks: The process group.
+
+    Raises:
+        FileNotFoundError: If the folder does not exist.
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.together")
     described = json.dumps(description, allow_nan=False)
     entries = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    told = {name: entry for some in ranks.gather(entries) for name, entry in some.items()}
-    header, starts = _laid_out(told, tensor_file.header(format_name, described, UNKNOWN))
+    all_entries = {name: entry for some in ranks.gather(entries) for name, entry in some.items()}
+    header, starts = _layout(all_entries, tensor_file.header(format_name, described, UNKNOWN))
 
     def begin() -> None:
         if not path.parent.is_dir():
-            raise FileNotFoundError(f"there is no folder {path.parent} to save {path.name} in")
+            raise FileNotFoundError(f"there is no folder {path.parent} to save {path.name} in: create it first")
         temporary.write_bytes(header)
 
     def put() -> None:
@@ -52,28 +63,28 @@ def write(
         temporary.replace(path)
 
     try:
-        _by_turns(ranks, begin if not ranks.rank else None, put, finish if not ranks.rank else None)
+        _run_in_step(ranks, begin if not ranks.rank else None, put, finish if not ranks.rank else None)
     finally:
         if not ranks.rank:
             temporary.unlink(missing_ok=True)
 
 
-def _by_turns(ranks: Ranks, *steps: Callable[[], None] | None) -> None:
-    """Every rank takes its steps, and none goes on before all have; what fails on one fails on all."""
+def _run_in_step(ranks: Ranks, *steps: Callable[[], None] | None) -> None:
+    """Run the steps with a barrier after each; an error on one rank is raised on all ranks."""
     for step in steps:
         error: Exception | None = None
         try:
             if step is not None:
                 step()
-        except (OSError, MemoryFileError) as told:
-            error = told
+        except (OSError, MemoryFileError) as raised:
+            error = raised
         ranks.raise_together(error)
 
 
-def _laid_out(
+def _layout(
     entries: Mapping[str, tuple[torch.dtype, torch.Size]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
-    """The bytes before the first tensor, and where each begins after them: the widest dtypes first, then by name."""
+    """The bytes before the first tensor, and each tensor's offset after them: widest dtypes first, then by name."""
     starts, content, at = {}, {"__metadata__": dict(metadata)}, 0
     for name in sorted(entries, key=lambda name: (-entries[name][0].itemsize, name)):
         dtype, shape = entries[name]

@@ -1,4 +1,4 @@
-"""The state of a memory, as a file or a checkpoint holds it."""
+"""The state of a memory, as stored in a file or a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 class State(TypedDict):
-    """What `memory.state_dict()` returns. With a sharded memory each rank has the tensors of its own blocks."""
+    """The return type of `memory.state_dict()`.
 
-    metadata: str  # JSON, so that what stores it (torch.distributed.checkpoint) treats it as one value
+    With a sharded memory, each rank has only the tensors of the blocks it owns.
+    """
+
+    metadata: str  # JSON, so that torch.distributed.checkpoint stores it as a single value
     tensors: Mapping[str, Tensor]

@@ -1,4 +1,6 @@
-"""How the weights of each kind of module are seen as a matrix block. A new kind is one new class.
+"""Layer classes, which view the weights of a module as a matrix block.
+
+Support for a new type of module is one new class, for instance for a layer with one gain per feature:
 
 >>> import torch
 >>> class Gain(torch.nn.Module):
@@ -36,7 +38,16 @@ _REGISTRY: dict[type[nn.Module], type[Layer]] = {}
 
 
 def register(layer: LayerType) -> LayerType:
-    """Say that a layer class is for its `modules`; the last one registered for a type counts."""
+    """Class decorator that registers a layer class for the module types in its `modules`.
+
+    If several layer classes are registered for the same module type, the last one is used.
+
+    Args:
+        layer: The layer class.
+
+    Returns:
+        The layer class, unchanged.
+    """
     for module_type in layer.modules:
         _REGISTRY[module_type] = layer
     return layer
@@ -47,7 +58,16 @@ for _layer in (Linear, Convolution, Embedding, OverFeatures, GroupNorm, BatchNor
 
 
 def layer_type(module: nn.Module) -> type[Layer] | None:
-    """The layer class for a module, by its nearest base class; None where there is none."""
+    """Return the layer class registered for the type of a module, or for its nearest base class.
+
+    Modules of other libraries whose class name ends in `RMSNorm` are treated as RMSNorm.
+
+    Args:
+        module: The module.
+
+    Returns:
+        The layer class, or None if the module is not supported.
+    """
     for base in type(module).__mro__:
         if base in _REGISTRY:
             return _REGISTRY[base]

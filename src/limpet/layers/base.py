@@ -1,9 +1,9 @@
-"""How a module's weights are seen as a matrix block.
+"""Base classes of the layers, which view the weights of a module as a matrix block.
 
-A block is a matrix W of shape (..., out, in), its bias as one more column, in the orientation the weight is stored
-in. The gradient of one example is always sum_r left_r^T right_r over the positions r at which the example uses the
-weights: for a linear layer `left` is the gradient in the output and `right` the input; for an embedding `left` is
-one-hot and `right` the gradient. One of the two is known after the forward pass (the data), the other after the
+A block is a matrix W of shape (..., out, in) in the orientation in which the weight is stored, with the bias as one
+additional column. The per-sample gradient is always sum_r left_r^T right_r over the positions r at which the example
+uses the weights: for a linear layer `left` is the output gradient and `right` the input; for an embedding `left` is
+one-hot and `right` the output gradient. One of the two is known after the forward pass (the data), the other after the
 backward pass (the gradient).
 """
 
@@ -20,32 +20,48 @@ from torch import Tensor, nn
 from limpet.errors import CurvatureError
 
 CHUNK = 1 << 24
-"""Numbers that the per-example gradients of one chunk may take."""
+"""Maximum number of elements of the per-sample gradients that are computed at once."""
 
 
 @dataclass
 class Call:
-    """One use of a module in a forward pass: its data, and the gradient in its output once known."""
+    """One call of a module in a forward pass.
+
+    Attributes:
+        layer: The layer of the module.
+        data: The input of the module, as returned by `Layer.read`.
+        gradient: The output gradient, as returned by `Layer.read_gradient`; None before the backward pass.
+        dtype: Dtype in which the output gradient arrived.
+        real: Mask of shape (examples, positions) that is False at padding; None if there is no padding.
+        same_input: Input factor shared with other calls that read the same tensor.
+    """
 
     layer: Layer
     data: Tensor
     gradient: Tensor | None = None
-    dtype: torch.dtype = torch.float32  # that the gradient came in
-    real: Tensor | None = None  # (examples, positions) that are no padding; None: all
-    same_input: Any = None  # what other calls that read the same tensor have made of it
+    dtype: torch.dtype = torch.float32
+    real: Tensor | None = None
+    same_input: Any = None
 
 
 class Layer(ABC):
-    """One module and those of its parameters (`names`, of "weight" and "bias") that the block covers."""
+    """A module together with those of its parameters that a block covers.
+
+    Args:
+        module: The module.
+        names: The parameters that the block covers: `"weight"`, `"bias"` or both.
+    """
 
     kind: ClassVar[str]
+    """Name of the layer type in reports and files."""
     modules: ClassVar[tuple[type[nn.Module], ...]]
+    """Module types that the layer class supports."""
     factored: ClassVar[bool] = True
-    """Whether the Fisher has Kronecker factors (else the block keeps a diagonal)."""
+    """Whether the Fisher of the block has Kronecker factors; otherwise it is diagonal."""
     data_left: ClassVar[bool] = False
     """Whether the data are the left rows (embedding) rather than the right ones."""
     data_one_hot: ClassVar[bool] = False
-    """Whether the data are positions of ones, so that their factor is diagonal by nature."""
+    """Whether the data are indices of one-hot vectors, so that their Kronecker factor is diagonal."""
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         self.module: Any = module
@@ -53,78 +69,134 @@ class Layer(ABC):
 
     @classmethod
     def refuse(cls, module: nn.Module) -> str | None:
-        """Why this very module cannot be measured at all, with the mend; None where it can."""
+        """Explain why the curvature of a particular module cannot be measured.
+
+        Args:
+            module: A module of one of the types in `modules`.
+
+        Returns:
+            The reason and how to fix it, or None if the module is supported.
+        """
         return None
 
     @property
     @abstractmethod
     def rows(self) -> tuple[int, ...]:
-        """The leading dimensions (..., out) of the block."""
+        """Leading dimensions (..., out) of the block."""
 
     @abstractmethod
     def read(self, x: Tensor) -> Tensor:
-        """The module's input as data: (..., examples, positions, side), or what the layer makes of it."""
+        """Convert the input of the module to the data of a call.
+
+        Args:
+            x: Input of the module.
+
+        Returns:
+            A tensor of shape (..., examples, positions, features), or another form that the layer uses.
+        """
 
     @abstractmethod
     def read_gradient(self, g: Tensor) -> Tensor:
-        """The gradient in the module's output as (..., examples, positions, side)."""
+        """Convert the output gradient of the module to rows.
+
+        Args:
+            g: Gradient of the loss with respect to the output of the module.
+
+        Returns:
+            A tensor of shape (..., examples, positions, features).
+        """
 
     @abstractmethod
     def example_gradients(self, call: Call, examples: slice) -> Tensor:
-        """The gradient of every example in the block: (examples, *block)."""
+        """Compute per-sample gradients of the block.
+
+        Args:
+            call: A call whose output gradient is known.
+            examples: The examples to compute gradients for.
+
+        Returns:
+            A tensor of shape (examples, *block).
+        """
 
     @abstractmethod
     def example_count(self, call: Call) -> int:
-        """How many examples the call had."""
+        """Return the number of examples of the call."""
 
     def row_count(self, call: Call) -> int:
-        """How many rows the call had: examples times positions."""
+        """Return the number of rows of the call: examples times positions."""
         return call.data.shape[-3] * call.data.shape[-2]
 
     def gradient_rows(self, call: Call) -> Tensor:
-        """The gradients that belong to the weights: (..., examples, positions, side)."""
-        return _known(call)
+        """Return the output gradients that reach the weights, of shape (..., examples, positions, features)."""
+        return _output_gradient(call)
 
     def squares(self, call: Call) -> Tensor | None:
-        """The sum over examples of the squared gradients, where there is a way without the gradients."""
+        """Compute the sum of the squared per-sample gradients without forming the gradients.
+
+        Args:
+            call: A call whose output gradient is known.
+
+        Returns:
+            A tensor with the shape of the block, or None if the gradients have to be formed.
+        """
         return None
 
     def total_gradient(self, call: Call) -> Tensor:
-        """The gradient of all examples together."""
-        count, step = self.example_count(call), max(1, CHUNK // _known(call)[0].numel())
+        """Compute the gradient summed over all examples of the call.
+
+        Args:
+            call: A call whose output gradient is known.
+
+        Returns:
+            A tensor with the shape of the block.
+        """
+        count, step = self.example_count(call), max(1, CHUNK // _output_gradient(call)[0].numel())
         return torch.stack(
             [self.example_gradients(call, slice(i, i + step)).sum(0) for i in range(0, count, step)]
         ).sum(0)
 
 
 class MatrixLayer(Layer):
-    """A layer with left rows = output gradients, right rows = inputs, and the bias as a column of ones."""
+    """Base class of layers that multiply their input by a matrix.
+
+    The left rows are the output gradients, the right rows the inputs, with a column of ones for the bias. A subclass
+    implements `rows`, `read` and `read_gradient`.
+
+    Args:
+        module: The module.
+        names: The parameters that the block covers: `"weight"`, `"bias"` or both.
+    """
 
     @property
     def has_bias(self) -> bool:
-        """Whether the block has the bias column."""
+        """Whether the block has a bias column."""
         return "bias" in self.names
 
     def _weight_columns(self, data: Tensor) -> Tensor:
+        """Return the inputs, or no columns of them if the block covers only the bias."""
         return data if "weight" in self.names else data[..., :0]
 
     def example_count(self, call: Call) -> int:
+        """Return the number of examples of the call."""
         return call.data.shape[-3]
 
     def example_gradients(self, call: Call, examples: slice) -> Tensor:
-        g, a = _known(call)[..., examples, :, :], call.data[..., examples, :, :]
+        """Compute per-sample gradients of shape (examples, *block)."""
+        g, a = _output_gradient(call)[..., examples, :, :], call.data[..., examples, :, :]
         product = g.mT @ a.to(g.dtype)
         if self.has_bias:
             product = torch.cat([product, g.sum(-2).unsqueeze(-1)], -1)
         return product.movedim(-3, 0)
 
     def total_gradient(self, call: Call) -> Tensor:
-        g = _known(call).flatten(-3, -2)
+        """Compute the gradient summed over all examples in one matrix product."""
+        g = _output_gradient(call).flatten(-3, -2)
         product = g.mT @ call.data.flatten(-3, -2).to(g.dtype)
         return torch.cat([product, g.sum(-2).unsqueeze(-1)], -1) if self.has_bias else product
 
     def squares(self, call: Call) -> Tensor | None:
-        g, a = _known(call), call.data
+        """Compute the sum of the squared per-sample gradients if every example has a single position."""
+        g, a = _output_gradient(call), call.data
         if g.shape[-2] != 1:
             return None
         squared = g.squeeze(-2).square()
@@ -134,20 +206,37 @@ class MatrixLayer(Layer):
         return product
 
 
-def _known(call: Call) -> Tensor:
+def _output_gradient(call: Call) -> Tensor:
+    """Return the output gradient of a call."""
     if call.gradient is None:
-        raise CurvatureError("the backward pass has not reached this layer")
+        raise CurvatureError("this layer has no output gradient yet: run the backward pass first")
     return call.gradient
 
 
 def example_gradients(calls: Sequence[Call], examples: slice) -> Tensor:
-    """The gradients of some examples, summed over all uses of the weights."""
+    """Compute per-sample gradients of a block, summed over all calls that use its weights.
+
+    Args:
+        calls: Calls whose output gradients are known.
+        examples: The examples to compute gradients for.
+
+    Returns:
+        A tensor of shape (examples, *block).
+    """
     parts = [call.layer.example_gradients(call, examples) for call in calls]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
 def squared_gradients(calls: Sequence[Call], size: int) -> Tensor:
-    """The sum over examples of the squared gradients of a block with `size` weights."""
+    """Compute the sum over examples of the squared per-sample gradients of a block.
+
+    Args:
+        calls: All calls that use the weights of the block, with known output gradients.
+        size: Number of weights in the block, which determines how many examples are processed at once.
+
+    Returns:
+        A tensor with the shape of the block.
+    """
     if len(calls) == 1:
         fast = calls[0].layer.squares(calls[0])
         if fast is not None:

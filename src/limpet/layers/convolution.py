@@ -1,7 +1,7 @@
-"""Convolutions of one, two and three dimensions: every output position is a linear layer on its patch.
+"""Convolutions in one, two and three dimensions: a linear layer applied to the patch of every output position.
 
-The "expand" form of Grosse and Martens (2016), "A Kronecker-factored approximate Fisher matrix for convolution
-layers". Groups are sub-blocks of their own.
+This is the "expand" form of K-FAC by Grosse and Martens (2016), "A Kronecker-factored approximate Fisher matrix for
+convolution layers". Every group is a sub-block.
 """
 
 from __future__ import annotations
@@ -13,21 +13,31 @@ from limpet.layers.base import MatrixLayer
 
 
 class Convolution(MatrixLayer):
-    """Conv1d, Conv2d, Conv3d with groups, stride, dilation and every padding; W is ([groups,] out, in * kernel)."""
+    """Conv1d, Conv2d and Conv3d with any groups, stride, dilation and padding.
+
+    W has the shape ([groups,] out, in * kernel).
+
+    Args:
+        module: The convolution.
+        names: The parameters that the block covers: `"weight"`, `"bias"` or both.
+    """
 
     kind = "convolution"
     modules = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
     @property
     def rows(self) -> tuple[int, ...]:
+        """Leading dimensions ([groups,] out) of the block."""
         out, groups = self.module.out_channels, self.module.groups
         return (out,) if groups == 1 else (groups, out // groups)
 
     def read(self, x: Tensor) -> Tensor:
+        """Return the input patches of shape ([groups,] examples, positions, in / groups * kernel)."""
         patches = unfold(self._batched(x), self.module)
         return self._weight_columns(patches)
 
     def read_gradient(self, g: Tensor) -> Tensor:
+        """Return the output gradient of shape ([groups,] examples, positions, out)."""
         g = self._batched(g).flatten(2)
         groups: int = self.module.groups
         if groups == 1:
@@ -36,11 +46,20 @@ class Convolution(MatrixLayer):
         return g.reshape(examples, groups, out // groups, positions).movedim(1, 0).mT
 
     def _batched(self, x: Tensor) -> Tensor:
+        """Add a batch dimension of size 1 if there is none."""
         return x.unsqueeze(0) if x.dim() == len(self.module.kernel_size) + 1 else x
 
 
 def unfold(x: Tensor, module: nn.Module) -> Tensor:
-    """The patches under every output position: ([groups,] examples, positions, in / groups * kernel)."""
+    """Extract the input patch of every output position.
+
+    Args:
+        x: Input of shape (examples, channels, *spatial).
+        module: The convolution.
+
+    Returns:
+        A tensor of shape ([groups,] examples, positions, in / groups * kernel).
+    """
     conv: nn.Conv2d = module  # type: ignore[assignment]
     if any(conv._reversed_padding_repeated_twice):
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode

@@ -1,13 +1,15 @@
-"""What a network's outputs mean: the negative log likelihood, and square roots of its Hessian in the outputs.
+"""Likelihoods of the network outputs: the negative log likelihood and square roots of its Hessian in the outputs.
 
-The Fisher of a task is sum_n J_n^T (sum_k r_nk r_nk^T) J_n with J_n the Jacobian of the outputs in the weights.
-The curvature pass only needs the roots r, as tensors in the shape of the outputs; there are three kinds:
+The Fisher (GGN) of a task is sum_n J_n^T (sum_k r_nk r_nk^T) J_n, where J_n is the Jacobian of the outputs with respect
+to the weights. The curvature pass only needs the square roots r, as tensors with the shape of the outputs. There are
+three kinds:
 
-- exact: sum_k r_k r_k^T is the Hessian of the negative log likelihood in the outputs;
+- exact: sum_k r_k r_k^T is the Hessian of the negative log likelihood with respect to the outputs;
 - sampled: r is the gradient at a label drawn from the model, so that E[r r^T] is that Hessian;
 - empirical: r is the gradient at the true label.
 
-A likelihood of your own is one small class with two methods, and has the sampled and the empirical kind:
+A custom likelihood is a small subclass of `Likelihood` with two methods; it supports the sampled and the empirical
+Fisher:
 
 >>> import torch
 >>> class Poisson(Likelihood):
@@ -39,7 +41,17 @@ NAMES: dict[str, type[Categorical] | type[Bernoulli] | type[Gaussian]] = {
 
 
 def resolve(likelihood: str | Likelihood) -> Likelihood:
-    """A likelihood by its name, or the likelihood itself."""
+    """Return the likelihood for a name, or the likelihood itself.
+
+    Args:
+        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"`, or a `Likelihood`.
+
+    Returns:
+        The likelihood; one given by name has its default options.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
     if isinstance(likelihood, Likelihood):
         return likelihood
     if likelihood not in NAMES:
@@ -48,7 +60,17 @@ def resolve(likelihood: str | Likelihood) -> Likelihood:
 
 
 def from_description(description: Mapping[str, Any]) -> Likelihood:
-    """The inverse of `describe`, for the likelihoods of this module."""
+    """Rebuild one of limpet's own likelihoods from its description: the inverse of `Likelihood.describe`.
+
+    Args:
+        description: Name and options, as returned by `Likelihood.describe`.
+
+    Returns:
+        The likelihood.
+
+    Raises:
+        MemoryFileError: If the description is not of one of limpet's own likelihoods.
+    """
     try:
         options = dict(description)
         name = options.pop("name")
@@ -57,7 +79,7 @@ def from_description(description: Mapping[str, Any]) -> Likelihood:
         return NAMES[name](**options)
     except (KeyError, TypeError, ValueError) as error:
         raise MemoryFileError(
-            f"the file has the likelihood {description!r}, which is not one of limpet's own: pass it as "
+            f"the file was saved with the likelihood {description!r}, which is not one of limpet's own: pass it as "
             "limpet.load(path, model, likelihood=...)"
         ) from error
 

@@ -1,4 +1,4 @@
-"""What every likelihood has."""
+"""Base class of the likelihoods, and helpers for model outputs."""
 
 from __future__ import annotations
 
@@ -13,46 +13,123 @@ from limpet.errors import UnsupportedError
 from limpet.likelihoods.random import Random
 
 Outputs = Any
-"""A tensor, examples first, or (for several outputs) a tuple of such tensors."""
+"""A tensor whose first dimension is the examples, or a tuple of such tensors for models with several outputs."""
 
 
 class Likelihood(ABC):
-    """The base of every likelihood. `name` stands in reports and files."""
+    """Base class of all likelihoods.
+
+    A subclass must implement `negative_log_likelihood` and `sample`, which is enough for the sampled and the empirical
+    Fisher. The other methods are optional:
+
+    - `root_count` and `roots` add the exact Fisher;
+    - `summary` and `divergence` add drift measurements;
+    - `mean` and `probit` add predictions.
+    """
 
     name: ClassVar[str]
+    """Name of the likelihood in reports and files."""
     by_example: bool = False
-    """Whether `sample` takes its random numbers from `limpet.likelihoods.random`, where each example has its own."""
+    """Whether `sample` supports per-example random streams (draws through `limpet.likelihoods.random`)."""
 
     @abstractmethod
     def negative_log_likelihood(self, outputs: Outputs, targets: Any) -> Tensor:
-        """-log p(targets | outputs), summed over the examples."""
+        """Compute -log p(targets | outputs), summed over the examples.
+
+        Args:
+            outputs: Outputs of the model.
+            targets: Targets in the form this likelihood expects.
+
+        Returns:
+            A scalar tensor, differentiable with respect to the outputs.
+        """
 
     @abstractmethod
     def sample(self, outputs: Outputs, generator: Random) -> Any:
-        """Targets drawn from p(. | outputs), independent for every example and position."""
+        """Draw targets from p(. | outputs), independently for every example and position.
+
+        Args:
+            outputs: Outputs of the model.
+            generator: Source of random numbers: a `torch.Generator`, None for the global generator or, if `by_example`
+                is set, possibly a `PerExampleRNG`.
+
+        Returns:
+            Targets in the form that `negative_log_likelihood` takes.
+        """
 
     def loss(self, outputs: Outputs, targets: Any) -> Tensor:
-        """The mean negative log likelihood per example: the loss that this likelihood's Fisher belongs to."""
+        """Compute the mean negative log likelihood per example, the loss that corresponds to the Fisher.
+
+        Args:
+            outputs: Outputs of the model.
+            targets: Targets in the form this likelihood expects.
+
+        Returns:
+            A scalar tensor, differentiable with respect to the outputs.
+        """
         return self.negative_log_likelihood(outputs, targets) / self.count(outputs, targets)
 
     def count(self, outputs: Outputs, targets: Any) -> int:
-        """How many examples (predicted positions, for outputs per position) there are."""
+        """Count the examples, or the predicted positions for models with one output per position.
+
+        Args:
+            outputs: Outputs of the model.
+            targets: Targets, or None; they only determine which positions are ignored.
+
+        Returns:
+            The number of terms that `loss` averages over.
+        """
         return int(as_tensors(outputs)[0].shape[0])
 
     def root_count(self, outputs: Outputs) -> int | None:
-        """How many roots the exact Fisher takes; None where there is no exact one."""
+        """Return the number of square roots `roots` yields.
+
+        Args:
+            outputs: Outputs of the model.
+
+        Returns:
+            The number of roots, or None if the exact Fisher is not available for these outputs.
+        """
         return None
 
     def roots(self, outputs: Outputs, targets: Any) -> Iterator[Outputs]:
-        """The exact roots. `targets` only say which positions are ignored, and may be None."""
-        raise UnsupportedError(f"the {self.name} likelihood has no exact Fisher here: use fisher='sampled'")
+        """Yield r_1, r_2, ... such that sum_k r_k r_k^T is the Hessian of every example in the outputs.
+
+        Args:
+            outputs: Outputs of the model.
+            targets: Targets, or None; they only determine which positions are ignored.
+
+        Yields:
+            Square roots with the shape of the outputs.
+
+        Raises:
+            UnsupportedError: If the exact Fisher is not available.
+        """
+        raise UnsupportedError(f"the {self.name} likelihood does not support the exact Fisher: use fisher='sampled'")
 
     def sampled_root(self, outputs: Outputs, targets: Any, generator: Random) -> Outputs:
-        """The gradient of the negative log likelihood in the outputs, at labels drawn from the model."""
+        """Compute the gradient of the negative log likelihood in the outputs, at targets drawn from the model.
+
+        Args:
+            outputs: Outputs of the model.
+            targets: Targets, or None; they only determine which positions are ignored.
+            generator: Source of random numbers, see `sample`.
+
+        Returns:
+            The gradient of every example, with the shape of the outputs.
+        """
         return self.gradient(outputs, self.sample(outputs, generator))
 
     def gradient(self, outputs: Outputs, targets: Any) -> Outputs:
-        """The gradient of the negative log likelihood in the outputs, at `targets`."""
+        """Compute the gradient of the negative log likelihood in the outputs, at the given targets.
+
+        Args:
+            outputs: Outputs of the model.
+            targets: Targets in the form this likelihood expects.
+
+        Returns:
+            The gradient of every example, with the shape of the outputs.
+        """
         leaves = [tensor.detach().requires_grad_() for tensor in as_tensors(outputs)]
         with torch.enable_grad():
             value = self.negative_log_likelihood(_like(outputs, leaves), targets)
@@ -60,92 +137,160 @@ class Likelihood(ABC):
         return _like(outputs, gradients)
 
     def tally(self, outputs: Outputs, targets: Any) -> Tensor:
-        """Sums over a batch from which `fisher_scale` finds what the likelihood estimates itself."""
+        """Compute the batch statistics from which `fisher_scale` estimates parameters of the likelihood.
+
+        Args:
+            outputs: Outputs of the model.
+            targets: Targets in the form this likelihood expects.
+
+        Returns:
+            Two float64 numbers that are summed over the batches; zeros if nothing is estimated.
+        """
         return torch.zeros(2, dtype=torch.float64)
 
     def fisher_scale(self, tally: Tensor, *, empirical: bool) -> float:
-        """What the Fisher is multiplied by in the end."""
+        """Return the factor that the accumulated Fisher is multiplied by at the end of the pass.
+
+        Args:
+            tally: Sum of `tally` over all batches.
+            empirical: Whether the Fisher is the empirical one.
+
+        Returns:
+            The factor; 1 if the likelihood estimates no parameters.
+        """
         return 1.0
 
     def label_counts(self, outputs: Outputs, targets: Any) -> Tensor | None:
-        """How often each label is among the targets; None where targets are no labels."""
+        """Count how often each label occurs among the targets.
+
+        Args:
+            outputs: Outputs of the model.
+            targets: Targets in the form this likelihood expects.
+
+        Returns:
+            One count per label, or None if the targets are not labels.
+        """
         return None
 
     def relabelled(self, targets: Any, labels: Tensor, generator: torch.Generator | None) -> Any:
-        """Targets of the same form, drawn from some labels alike."""
-        raise UnsupportedError(f"the {self.name} likelihood has no labels")
-
-    def summary(self, outputs: Outputs, targets: Any, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """What `divergence` has to know of outputs, examples first.
+        """Replace the targets with labels drawn uniformly from a given set.
 
         Args:
-            outputs: What the model gave.
-            targets: They only say which positions are ignored, and may be None.
-            generator: Where it is given, a large distribution may be summarised by some of its labels.
+            targets: Targets that give the shape and the ignored positions.
+            labels: Labels to draw from, as a vector.
+            generator: Source of random numbers, or None for the global generator.
 
         Returns:
-            Tensors by name.
+            Targets with the shape of `targets`.
+
+        Raises:
+            UnsupportedError: If the targets of this likelihood are not labels.
+        """
+        raise UnsupportedError(f"the {self.name} likelihood does not support `relabelled`: its targets are not labels")
+
+    def summary(self, outputs: Outputs, targets: Any, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Summarize outputs so that `divergence` can compare later outputs with them.
+
+        Args:
+            outputs: Outputs of the model.
+            targets: Targets, or None; they only determine which positions are ignored.
+            generator: If given, a distribution over many labels may be summarized by a sample of them.
+
+        Returns:
+            Tensors by name; the first dimension of each is the examples.
+
+        Raises:
+            UnsupportedError: If the likelihood does not implement it.
         """
         raise UnsupportedError(
-            f"the {self.name} likelihood does not say how far two outputs are apart, so drift cannot be measured: give "
-            "it `summary` and `divergence`"
+            f"the {self.name} likelihood does not define a divergence between outputs, so drift cannot be measured: "
+            "implement `summary` and `divergence`"
         )
 
     def divergence(self, summary: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
-        """KL(before || now) in nats, differentiable in the outputs.
+        """Compute KL(before || now) in nats, differentiable with respect to the outputs.
 
         Args:
-            summary: Of the outputs before.
-            outputs: Those of now, for the same inputs.
+            summary: `summary` of the earlier outputs.
+            outputs: Current outputs for the same inputs.
 
         Returns:
-            A number for every example, or for every position of every example; zero where positions are ignored.
+            One value per example, or per position of every example; zero at ignored positions.
+
+        Raises:
+            UnsupportedError: If the likelihood does not implement it.
         """
-        raise UnsupportedError(f"the {self.name} likelihood has no divergence")
+        raise UnsupportedError(f"the {self.name} likelihood does not define a divergence: implement `divergence`")
 
     def describe(self) -> dict[str, Any]:
-        """Name and options as plain JSON values, for a memory's file."""
+        """Return the name and the options as plain JSON values, for saving.
+
+        Returns:
+            A dictionary with the key `name` and one key per option.
+        """
         return {"name": self.name}
 
     def mean(self, outputs: Outputs) -> Outputs:
-        """E[targets | outputs]: class probabilities for a categorical."""
-        raise UnsupportedError(f"the {self.name} likelihood does not say what its mean is: give it `mean`")
+        """Compute E[targets | outputs], for instance class probabilities.
+
+        Args:
+            outputs: Outputs of the model.
+
+        Returns:
+            The mean, with the shape of the outputs.
+
+        Raises:
+            UnsupportedError: If the likelihood does not implement it.
+        """
+        raise UnsupportedError(f"the {self.name} likelihood does not define its mean: implement `mean`")
 
     def probit(self, mean: Tensor, variance: Tensor) -> Tensor:
-        """Nearly E[targets] where the outputs are N(mean, variance), each by itself."""
+        """Approximate E[targets] in closed form for independent Gaussian outputs N(mean, variance).
+
+        Args:
+            mean: Mean of the outputs.
+            variance: Variance of the outputs, with the same shape.
+
+        Returns:
+            The approximate mean of the targets.
+
+        Raises:
+            UnsupportedError: If the likelihood has no closed-form approximation.
+        """
         raise UnsupportedError(
-            f"the {self.name} likelihood has no closed prediction: use link_approximation='linearised'"
+            f"the {self.name} likelihood has no closed-form predictive: use link_approximation='linearised'"
         )
 
 
 def as_tensors(outputs: Outputs) -> tuple[Tensor, ...]:
-    """One or several outputs as a tuple of tensors."""
+    """Return one or several outputs as a tuple of tensors."""
     if isinstance(outputs, Tensor):
         return (outputs,)
     if isinstance(outputs, tuple | list) and outputs and all(isinstance(o, Tensor) for o in outputs):
         return tuple(outputs)
     raise UnsupportedError(
-        f"the model gave {type(outputs).__name__}, not a tensor or a tuple of tensors: pass "
-        "forward=lambda model, batch: (outputs, targets) that picks the outputs the likelihood is about"
+        f"the model returned {type(outputs).__name__}, not a tensor or a tuple of tensors: pass "
+        "forward=lambda model, batch: (outputs, targets) that selects the outputs for the likelihood"
     )
 
 
 def one_tensor(outputs: Outputs) -> Tensor:
-    """The one output of a likelihood that is about one."""
+    """Return the output of a model with a single output."""
     tensors = as_tensors(outputs)
     if len(tensors) > 1:
         raise UnsupportedError(
-            f"the model gave {len(tensors)} outputs: pass forward=lambda model, batch: (model(...)[0], targets) to "
-            "pick one, or likelihood=limpet.MultiOutput(...) with a likelihood for each"
+            f"the model returned {len(tensors)} outputs: pass forward=lambda model, batch: (model(...)[0], targets) to "
+            "select one, or likelihood=limpet.MultiOutput(...) with one likelihood per output"
         )
     return tensors[0]
 
 
 def widened(outputs: Outputs) -> Tensor:
-    """That output in at least float32: in half precision a confident p (1 - p) is zero."""
+    """Return the single output in at least float32: in half precision p (1 - p) of a confident p is zero."""
     tensor = one_tensor(outputs)
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _like(outputs: Outputs, tensors: Sequence[Tensor]) -> Outputs:
+    """Return the tensors as a single tensor or a tuple, like the outputs."""
     return tensors[0] if isinstance(outputs, Tensor) else tuple(tensors)

@@ -1,4 +1,4 @@
-"""Classes."""
+"""Categorical likelihood: softmax classification, also per position (tokens, pixels)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ from limpet.likelihoods.base import Likelihood, Outputs, one_tensor, widened
 from limpet.likelihoods.random import Random, uniform
 
 TOP, TAIL = 64, 16
-"""Labels of a summary: the most likely ones, and draws from all others."""
+"""Labels in a summary: the number of most likely ones, and the number of draws from all others."""
 
 ROOTS_AT_ONCE = 1 << 22
-"""Numbers that the exact roots made at a time may take."""
+"""Maximum number of elements of the exact roots that are computed at once."""
 
 
 class Categorical(Likelihood):
-    """Class scores (logits) -> softmax. Outputs (examples, classes), or (examples, positions..., classes).
+    """Categorical likelihood with a softmax over logits.
 
-    Targets are class numbers; positions whose target is `ignore_index` have no loss and no Fisher, and are not
-    counted. Where the classes are not the last dimension (images: (n, classes, h, w)), say `class_dim=1`.
+    Outputs have the shape (examples, classes) or (examples, positions..., classes), targets are class indices.
 
-    >>> Categorical().loss(torch.zeros(3, 10), torch.tensor([1, 2, 3]))
-    tensor(2.3026)
+    Args:
+        class_dim: Dimension of the classes in the outputs, for instance 1 for images of shape (n, classes, h, w).
+        ignore_index: Target of positions to ignore: they contribute neither to the loss nor to the Fisher, and are not
+            counted.
+
+    Examples:
+        >>> Categorical().loss(torch.zeros(3, 10), torch.tensor([1, 2, 3]))
+        tensor(2.3026)
     """
 
     name = "categorical"
@@ -39,51 +44,57 @@ class Categorical(Likelihood):
         self.ignore_index = ignore_index
 
     def describe(self) -> dict[str, Any]:
+        """Return the name and the options as plain JSON values."""
         return {"name": self.name, "class_dim": self.class_dim, "ignore_index": self.ignore_index}
 
     def _logits(self, outputs: Outputs) -> Tensor:
+        """Return the logits in at least float32, with the classes as the last dimension."""
         logits = widened(outputs)
         if logits.dim() < 2:
             raise UnsupportedError(
-                f"categorical outputs are (examples, classes), not of shape {tuple(logits.shape)}; "
-                "one logit per example is likelihood='bernoulli'"
+                f"categorical outputs must have the shape (examples, classes), not {tuple(logits.shape)}: for one "
+                "logit per example use likelihood='bernoulli'"
             )
         return logits.movedim(self.class_dim, -1)
 
     def _check(self, logits: Tensor, targets: Any) -> Tensor | None:
+        """Return the targets as valid class indices on the device of the logits; None if there are no targets."""
         if targets is None:
             return None
         if not isinstance(targets, Tensor) or targets.shape != logits.shape[:-1]:
             shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
             raise UnsupportedError(
-                f"targets of shape {shape} do not fit outputs with {logits.shape[-1]} classes for "
-                f"{tuple(logits.shape[:-1])} positions: targets are class numbers; where classes are not the "
-                "last dimension of the outputs use likelihood=limpet.Categorical(class_dim=1)"
+                f"targets of shape {shape} do not match outputs with {logits.shape[-1]} classes for "
+                f"{tuple(logits.shape[:-1])} positions: targets must be class indices; if the classes are not the "
+                "last dimension of the outputs, use likelihood=limpet.Categorical(class_dim=1)"
             )
         labels = targets.to(logits.device)
         if labels.is_floating_point() or labels.dtype == torch.bool:
-            raise UnsupportedError(f"targets of {labels.dtype} are no class numbers: give targets.long()")
+            raise UnsupportedError(f"targets of dtype {labels.dtype} are not class indices: pass targets.long()")
         wrong = (labels != self.ignore_index) & ((labels < 0) | (labels >= logits.shape[-1]))
         if bool(wrong.any()):
             raise UnsupportedError(
-                f"targets must be class numbers from 0 to {logits.shape[-1] - 1}, or {self.ignore_index} for positions "
-                f"to ignore (limpet.Categorical(ignore_index=...)), and {int(labels[wrong][0])} is among them"
+                f"targets must be class indices from 0 to {logits.shape[-1] - 1}, or {self.ignore_index} for positions "
+                f"to ignore (limpet.Categorical(ignore_index=...)), but they contain {int(labels[wrong][0])}"
             )
         return labels.long()
 
     def _out(self, root: Tensor, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        """Return a root in the layout and dtype of the outputs, zero at ignored positions."""
         if targets is not None:
             root = root.masked_fill((targets == self.ignore_index).unsqueeze(-1), 0)
         return root.movedim(-1, self.class_dim).to(outputs.dtype)
 
     def negative_log_likelihood(self, outputs: Outputs, targets: Any) -> Tensor:
+        """Compute the summed cross-entropy of the positions that are not ignored."""
         logits = self._logits(outputs)
         labels = self._check(logits, targets)
         if labels is None:
-            raise UnsupportedError("the loss needs targets: give batches of (inputs, targets)")
+            raise UnsupportedError("the loss needs targets: pass batches of (inputs, targets)")
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=self.ignore_index)
 
     def count(self, outputs: Outputs, targets: Any) -> int:
+        """Count the positions that are not ignored."""
         logits = self._logits(outputs)
         labels = self._check(logits, targets)
         if labels is None:
@@ -91,15 +102,18 @@ class Categorical(Likelihood):
         return int((labels != self.ignore_index).sum())
 
     def label_counts(self, outputs: Outputs, targets: Any) -> Tensor:
+        """Count how often each class occurs among the targets."""
         classes = self._logits(outputs).shape[-1]
         labels = targets[targets != self.ignore_index].flatten()
         return torch.bincount(labels.long().to(one_tensor(outputs).device), minlength=classes)
 
     def relabelled(self, targets: Tensor, labels: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Replace the targets that are not ignored with labels drawn uniformly from `labels`."""
         drawn = labels[torch.randint(len(labels), targets.shape, generator=generator, device=labels.device)]
         return drawn.masked_fill((targets == self.ignore_index).to(drawn.device), self.ignore_index)
 
     def sample(self, outputs: Outputs, generator: Random) -> Tensor:
+        """Draw classes from the softmax by inverting the cumulative distribution."""
         cumulative = self._logits(outputs).softmax(-1).cumsum(-1)
         wanted = uniform(cumulative.shape[:-1], cumulative, generator).unsqueeze(-1) * cumulative[..., -1:]
         return (
@@ -109,34 +123,37 @@ class Categorical(Likelihood):
         )
 
     def gradient(self, outputs: Outputs, targets: Any) -> Tensor:
+        """Compute softmax(logits) - onehot(targets), zero at ignored positions."""
         logits = self._logits(outputs)
         labels = self._check(logits, targets)
         if labels is None:
-            raise UnsupportedError("fisher='empirical' needs targets: give batches of (inputs, targets)")
+            raise UnsupportedError("fisher='empirical' needs targets: pass batches of (inputs, targets)")
         kept = labels.masked_fill(labels == self.ignore_index, 0).unsqueeze(-1)
         root = logits.softmax(-1)
         root.scatter_add_(-1, kept, torch.full_like(kept, -1, dtype=root.dtype))
         return self._out(root, outputs, labels)
 
     def sampled_root(self, outputs: Outputs, targets: Any, generator: Random) -> Tensor:
+        """Compute the gradient at sampled classes, zero at ignored positions."""
         root = self.gradient(outputs, self.sample(outputs, generator))
         return self._out(root.movedim(self.class_dim, -1), outputs, self._check(self._logits(outputs), targets))
 
     def root_count(self, outputs: Outputs) -> int | None:
+        """Return classes - 1 (at least 1), or None for one output per position."""
         logits = self._logits(outputs)
         return max(logits.shape[-1] - 1, 1) if logits.dim() == 2 else None
 
     def roots(self, outputs: Outputs, targets: Any) -> Iterator[Tensor]:
-        """The columns of the Cholesky factor of diag(p) - p p^T, which has rank classes - 1.
+        """Yield the columns of the Cholesky factor of diag(p) - p p^T, which has rank classes - 1.
 
         With the tail sums t_j = p_j + ... + p_C: R_jj = sqrt(p_j t_{j+1} / t_j) and, below the diagonal,
-        R_kj = -p_k sqrt(p_j / (t_j t_{j+1})) (Tanabe and Sagae 1992). One backward pass fewer than the
-        symmetric root, and no square root of small differences.
+        R_kj = -p_k sqrt(p_j / (t_j t_{j+1})) (Tanabe and Sagae 1992). This takes one backward pass fewer than the
+        symmetric square root, and avoids square roots of small differences.
         """
         logits = self._logits(outputs)
         labels = self._check(logits, targets)
         if logits.dim() != 2:
-            raise UnsupportedError("fisher='exact' is for one output per example: use fisher='sampled'")
+            raise UnsupportedError("fisher='exact' supports only one output per example: use fisher='sampled'")
         p = logits.softmax(-1)
         if p.shape[-1] == 1:
             yield self._out(torch.zeros_like(p), outputs, labels)
@@ -147,7 +164,7 @@ class Categorical(Likelihood):
         chunk = max(1, ROOTS_AT_ONCE // p.numel())
         for start in range(0, p.shape[-1] - 1, chunk):
             stop = min(start + chunk, p.shape[-1] - 1)
-            # p_k / rest_j is at most sqrt(p_k) below the diagonal, so no root overflows there
+            # p_k / rest_j is at most sqrt(p_k) below the diagonal, so nothing overflows there
             roots = p.unsqueeze(1) * (-own[:, start:stop] / rest[:, start:stop]).unsqueeze(-1)
             roots = roots.triu(start + 1)
             roots.diagonal(start, 1, 2).copy_(own[:, start:stop] * rest[:, start:stop])
@@ -156,10 +173,11 @@ class Categorical(Likelihood):
                 yield root.movedim(-1, self.class_dim)
 
     def summary(self, outputs: Outputs, targets: Any, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """All log probabilities, or, with a generator and many classes, those of some labels and their weights.
+        """Return all log probabilities or, with a generator and many classes, those of a weighted sample of labels.
 
-        The `TOP` most likely labels weigh their probability; `TAIL` draws from the others share what is left. The
-        divergence of such a summary is then an unbiased estimate, where one that lumps the rest together is too small.
+        The `TOP` most likely labels are weighted by their probabilities, and `TAIL` draws from the others share the
+        remaining probability equally. The divergence computed from such a summary is an unbiased estimate, whereas
+        merging the other labels into one would underestimate it.
         """
         logits = self._logits(outputs)
         labels = self._check(logits, targets)
@@ -172,11 +190,12 @@ class Categorical(Likelihood):
 
     @staticmethod
     def _some_labels(log_probabilities: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """Summarize distributions by their `TOP` most likely labels and `TAIL` draws from the others."""
         top, best = log_probabilities.topk(TOP, -1)
         others = log_probabilities.scatter(-1, best, -math.inf).exp()
         rest = others.sum(-1, keepdim=True)
         flat = others.flatten(0, -2).to(generator.device)
-        # a distribution that is all at its top has nothing to draw from, and its draws weigh nothing
+        # multinomial needs a positive sum: if all probability is in the top labels, draw uniformly with zero weight
         flat = torch.where(flat.sum(-1, keepdim=True) > 0, flat, torch.ones_like(flat))
         drawn = torch.multinomial(flat, TAIL, replacement=True, generator=generator).reshape(*others.shape[:-1], TAIL)
         drawn = drawn.to(log_probabilities.device)
@@ -188,6 +207,7 @@ class Categorical(Likelihood):
         }
 
     def divergence(self, summary: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
+        """Compute KL(before || now) of every position in nats; zero at ignored positions."""
         now = self._logits(outputs).log_softmax(-1)
         before = summary["log_probabilities"].to(now)
         if "labels" in summary:
@@ -195,14 +215,15 @@ class Categorical(Likelihood):
             weights = summary["weights"].to(now)
         else:
             weights = before.exp()
-        # where a probability is zero its logarithm may be -inf, and weighs nothing
+        # a label of probability zero contributes nothing, but its log probability may be -inf
         found = torch.where(weights > 0, weights * (before - now), torch.zeros_like(now)).sum(-1)
         counted = summary.get("counted")
         return found if counted is None else found.masked_fill(~counted.to(found.device), 0)
 
     def mean(self, outputs: Outputs) -> Tensor:
+        """Compute the class probabilities."""
         return self._logits(outputs).softmax(-1).movedim(-1, self.class_dim)
 
     def probit(self, mean: Tensor, variance: Tensor) -> Tensor:
-        """softmax(mean / sqrt(1 + pi / 8 variance)): MacKay (1992), class by class."""
+        """Compute softmax(mean / sqrt(1 + pi / 8 variance)): MacKay (1992), applied to every class."""
         return (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)

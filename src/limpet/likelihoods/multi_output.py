@@ -1,4 +1,4 @@
-"""Several outputs at once."""
+"""Likelihood of models with several outputs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,21 @@ from limpet.likelihoods.random import Random
 
 
 class MultiOutput(Likelihood):
-    """Several outputs, each with a likelihood of its own, independent given the outputs.
+    """Likelihood of a model with several outputs: one likelihood per output, independent given the outputs.
 
-    >>> from limpet import Categorical
-    >>> both = MultiOutput(Categorical(), Gaussian())
-    >>> both.loss((torch.zeros(2, 4), torch.zeros(2, 1)), (torch.tensor([0, 1]), torch.zeros(2, 1)))
-    tensor(2.3052)
+    Outputs and targets are tuples with one entry per likelihood.
+
+    Args:
+        *parts: The likelihoods, in the order of the outputs.
+
+    Raises:
+        ValueError: If no likelihood is given, or if one of them is `Gaussian("estimate")`.
+
+    Examples:
+        >>> from limpet import Categorical
+        >>> both = MultiOutput(Categorical(), Gaussian())
+        >>> both.loss((torch.zeros(2, 4), torch.zeros(2, 1)), (torch.tensor([0, 1]), torch.zeros(2, 1)))
+        tensor(2.3052)
     """
 
     name = "several"
@@ -29,52 +38,64 @@ class MultiOutput(Likelihood):
         if not parts:
             raise ValueError("MultiOutput needs one likelihood per output")
         if any(isinstance(part, Gaussian) and part.variance == "estimate" for part in parts):
-            raise ValueError("one of several outputs cannot have its variance estimated: give Gaussian(variance)")
+            raise ValueError("MultiOutput does not support Gaussian('estimate'): pass the variance, Gaussian(variance)")
         self.parts = parts
         self.by_example = all(part.by_example for part in parts)
 
     def describe(self) -> dict[str, Any]:
+        """Return the name and the descriptions of the parts as plain JSON values."""
         return {"name": self.name, "parts": [part.describe() for part in self.parts]}
 
     def _each(self, outputs: Outputs, targets: Any) -> Iterator[tuple[Likelihood, Tensor, Any]]:
+        """Pair every likelihood with its output and its targets."""
         tensors = as_tensors(outputs)
         if len(tensors) != len(self.parts):
             raise UnsupportedError(
-                f"the model gave {len(tensors)} outputs and there are {len(self.parts)} likelihoods: give one for each"
+                f"the model returned {len(tensors)} outputs but there are {len(self.parts)} likelihoods: pass one per "
+                "output"
             )
         return zip(self.parts, tensors, [None] * len(tensors) if targets is None else targets, strict=True)
 
     def negative_log_likelihood(self, outputs: Outputs, targets: Any) -> Tensor:
+        """Compute the sum of the parts' negative log likelihoods."""
         values = [part.negative_log_likelihood(o, t) for part, o, t in self._each(outputs, targets)]
         return torch.stack(values).sum()
 
     def sample(self, outputs: Outputs, generator: Random) -> tuple[Any, ...]:
+        """Draw targets for every output."""
         return tuple(part.sample(o, generator) for part, o, _ in self._each(outputs, None))
 
     def gradient(self, outputs: Outputs, targets: Any) -> tuple[Tensor, ...]:
+        """Compute the gradient in every output."""
         return tuple(part.gradient(o, t) for part, o, t in self._each(outputs, targets))
 
     def sampled_root(self, outputs: Outputs, targets: Any, generator: Random) -> tuple[Tensor, ...]:
+        """Compute the gradient in every output, at targets drawn from the model."""
         return tuple(part.sampled_root(o, t, generator) for part, o, t in self._each(outputs, targets))
 
     def count(self, outputs: Outputs, targets: Any) -> int:
+        """Return the largest count of the parts."""
         return max(part.count(o, t) for part, o, t in self._each(outputs, targets))
 
     def root_count(self, outputs: Outputs) -> int | None:
+        """Return the total number of roots, or None if one of the parts has no exact Fisher."""
         counts = [part.root_count(o) for part, o, _ in self._each(outputs, None)]
         return None if None in counts else sum(c for c in counts if c is not None)
 
     def roots(self, outputs: Outputs, targets: Any) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the roots of every part, with zeros for all other outputs."""
         zeros = [torch.zeros_like(o) for o in as_tensors(outputs)]
         for i, (part, o, t) in enumerate(self._each(outputs, targets)):
             for root in part.roots(o, t):
                 yield (*zeros[:i], root, *zeros[i + 1 :])
 
     def summary(self, outputs: Outputs, targets: Any, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Return the summaries of all parts, their names prefixed with the index of the output."""
         found = [part.summary(o, t, generator) for part, o, t in self._each(outputs, targets)]
         return {f"{i}.{name}": tensor for i, one in enumerate(found) for name, tensor in one.items()}
 
     def divergence(self, summary: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
+        """Compute KL(before || now) in nats, summed over the outputs of every example."""
         total = None
         for i, (part, output, _) in enumerate(self._each(outputs, None)):
             prefix = f"{i}."
@@ -86,4 +107,5 @@ class MultiOutput(Likelihood):
         return total
 
     def mean(self, outputs: Outputs) -> tuple[Tensor, ...]:
+        """Compute the mean of every output."""
         return tuple(part.mean(o) for part, o, _ in self._each(outputs, None))

@@ -1,6 +1,6 @@
-"""Random numbers that depend on a seed and on the example they are for, and on nothing else.
+"""Random numbers that depend only on a seed and on the example they are drawn for.
 
-So a label that is drawn for an example is the same in whatever batch, order or process the example is met.
+The label drawn for an example is therefore the same in every batch, order and process.
 """
 
 from __future__ import annotations
@@ -15,48 +15,79 @@ BITS = 24
 
 
 class PerExampleRNG:
-    """A stream of uniform numbers for each example of a batch."""
+    """One stream of uniform random numbers per example of a batch.
+
+    Args:
+        seeds: Integer seeds of shape (examples,).
+    """
 
     def __init__(self, seeds: Tensor) -> None:
-        self.seeds = seeds  # (examples,), whole numbers
+        self.seeds = seeds
         self._drawn = 0
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], seed: int) -> PerExampleRNG:
-        """For examples that are the rows of these tensors."""
+        """Create streams for the examples given by the rows of some tensors.
+
+        Args:
+            tensors: Tensors whose first dimension is the examples; together they identify an example.
+            seed: Seed common to all examples.
+
+        Returns:
+            The streams, in the order of the rows.
+        """
         seeds = torch.full((len(tensors[0]),), seed, dtype=torch.int64, device=tensors[0].device)
         for tensor in tensors:
             seeds = _mixed(seeds) + _digest(tensor).to(seeds.device)
         return cls(_mixed(seeds))
 
     def uniform(self, shape: torch.Size) -> Tensor:
-        """Numbers in (0, 1), of which the first dimension are the examples."""
+        """Draw uniform numbers in (0, 1); the first dimension of the shape is the examples."""
         size = shape[1:].numel()
-        places = torch.arange(self._drawn, self._drawn + size, device=self.seeds.device)
+        positions = torch.arange(self._drawn, self._drawn + size, device=self.seeds.device)
         self._drawn += size
-        bits = (_mixed(self.seeds.unsqueeze(-1) + _mixed(places)) >> (63 - BITS)) & ((1 << BITS) - 1)
+        bits = (_mixed(self.seeds.unsqueeze(-1) + _mixed(positions)) >> (63 - BITS)) & ((1 << BITS) - 1)
         return ((bits.double() if bits.device.type == "cpu" else bits.float()) + 0.5).div(1 << BITS).reshape(shape)
 
 
 Random = torch.Generator | PerExampleRNG | None
+"""A source of random numbers; None is the global generator of torch."""
 
 
 def uniform(shape: torch.Size, like: Tensor, random: Random) -> Tensor:
-    """Uniform numbers, in the dtype and on the device of `like`."""
+    """Draw uniform random numbers.
+
+    Args:
+        shape: Shape of the result; the first dimension is the examples.
+        like: Tensor with the dtype and the device of the result.
+        random: Source of random numbers.
+
+    Returns:
+        Numbers in the unit interval.
+    """
     if isinstance(random, PerExampleRNG):
         return random.uniform(shape).to(like.device, like.dtype)
     return torch.rand(shape, generator=random, device=like.device, dtype=like.dtype)
 
 
 def normal(shape: torch.Size, like: Tensor, random: Random) -> Tensor:
-    """Normal numbers, in the dtype and on the device of `like`."""
+    """Draw standard normal random numbers.
+
+    Args:
+        shape: Shape of the result; the first dimension is the examples.
+        like: Tensor with the dtype and the device of the result.
+        random: Source of random numbers.
+
+    Returns:
+        Numbers from N(0, 1).
+    """
     if isinstance(random, PerExampleRNG):
         return (math.sqrt(2) * torch.erfinv(2 * random.uniform(shape) - 1)).to(like.device, like.dtype)
     return torch.randn(shape, generator=random, device=like.device, dtype=like.dtype)
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """A whole number for every row, from all its bits."""
+    """Hash every row, with all its bits, to an integer."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = tensor.detach().reshape(len(tensor), -1)
     if flat.is_floating_point():
@@ -67,7 +98,7 @@ def _digest(tensor: Tensor) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014), in numbers that wrap around."""
+    """Apply the finaliser of SplitMix64 (Steele, Lea and Flood 2014) in wrapping integer arithmetic."""
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * -4658895280553007687
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * -7723592293110705685
     return x ^ ((x >> 31) & ((1 << 33) - 1))

@@ -1,4 +1,4 @@
-"""The methods: what each one does to mean and precision when a task is taken in."""
+"""Continual-learning methods: how each one updates mean and precision when a task is consolidated."""
 
 from limpet.methods.approximate_laplace import ApproximateLaplace
 from limpet.methods.memory import Memory

@@ -1,4 +1,4 @@
-"""Approximate Laplace: all curvature measured anew at the newest mode. It needs the old data again."""
+"""Approximate Laplace: re-measure the curvature of all tasks at the newest mode. Needs the old data again."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ from limpet.posterior import BlockPosterior
 
 
 class ApproximateLaplace(Laplace):
-    """L_{t+1} = prior + strength sum_i F_i(mean_{t+1}), over all tasks so far.
+    """Laplace approximation with the Fisher of every task measured at the newest mode.
 
-    The baseline of Ritter et al. (2018) that shows what is lost by keeping curvature measured at older weights.
+        L_{t+1} = prior + strength sum_i F_i(mean_{t+1}), over all tasks so far
 
-    >>> import torch, limpet
-    >>> model = torch.nn.Linear(3, 2)
-    >>> first, second = ([(torch.randn(20, 3), torch.randint(0, 2, (20,)))] for _ in range(2))
-    >>> memory = limpet.ApproximateLaplace(model)
-    >>> memory.consolidate(first)
-    >>> memory.consolidate(second, earlier=[first])
-    >>> memory.tasks, memory.examples
-    (2, 40)
+    The baseline of Ritter et al. (2018) that shows the cost of keeping curvature measured at older weights. The
+    constructor arguments are those of `limpet.methods.laplace.Laplace`.
+
+    Examples:
+        >>> import torch, limpet
+        >>> model = torch.nn.Linear(3, 2)
+        >>> first, second = ([(torch.randn(20, 3), torch.randint(0, 2, (20,)))] for _ in range(2))
+        >>> memory = limpet.ApproximateLaplace(model)
+        >>> memory.consolidate(first)
+        >>> memory.consolidate(second, earlier=[first])
+        >>> memory.tasks, memory.examples
+        (2, 40)
     """
 
     method = "approximate-laplace"
@@ -45,14 +49,27 @@ class ApproximateLaplace(Laplace):
         checkpoint: str | Path | None = None,
         probe: int | None = None,
     ) -> None:
-        """As for the other methods, and with the batches of all earlier tasks, oldest first, in `earlier`.
+        """Consolidate a task, and measure the curvature of all earlier tasks again at the new weights.
 
-        `examples` is the number of the new task; that of the earlier ones is counted.
+        Except for `earlier`, the arguments are those of `Memory.consolidate`.
+
+        Args:
+            batches: Batches of the new task.
+            earlier: Batches of every earlier task, oldest first.
+            examples: Number of examples in the new task. Those of the earlier tasks are counted.
+            limit: Use at most this many examples of each task, and scale the Fisher up.
+            forward: `forward(model, batch)` returns `(outputs, targets)`.
+            progress: Show a progress bar.
+            checkpoint: Path prefix; the pass over task i is checkpointed to `{checkpoint}.{i}`.
+            probe: Number of inputs of the new task to store for `drift`.
+
+        Raises:
+            LimpetError: If `earlier` does not have the batches of every earlier task.
         """
         if len(earlier) != self.tasks:
             raise LimpetError(
-                f"this memory holds {self.tasks} tasks and measures them all anew: give earlier=[...] with the batches "
-                f"of each, not of {len(earlier)}"
+                f"ApproximateLaplace measures all {self.tasks} earlier tasks again: pass the batches of each as "
+                f"earlier=[...], not of {len(earlier)}"
             )
         rows = probe_rows(probe)
         passes = [(old, None) for old in earlier] + [(batches, examples)]
@@ -69,7 +86,7 @@ class ApproximateLaplace(Laplace):
                 if file is not None:
                     file.remove()
                 fishers[number] = measure(number)
-        probes = () if rows is None else (self._recorded(fishers[-1].first.take(rows), forward),)
+        probes = () if rows is None else (self._record_probe(fishers[-1].first.take(rows), forward),)
         self._settle(fishers, forward)
         self.probes += probes
         self.history = self.history.measured_again()
@@ -78,7 +95,10 @@ class ApproximateLaplace(Laplace):
                 file.remove()
 
     def _measured_otherwise(self, fishers: Sequence[Fisher]) -> list[int]:
-        """The passes that saw a layer where another one has to measure its parameters directly; from now on all do."""
+        """Return the passes to repeat: they used a layer whose parameters another pass had to measure per sample.
+
+        From now on all passes measure those parameters per sample.
+        """
         direct = {name for fisher in fishers for b in fisher.blocks if b.kind == PER_SAMPLE for name in b.parameters}
         self._direct = self._direct | direct
         return [

@@ -1,4 +1,4 @@
-"""What a memory is given, looked at before anything is made of it."""
+"""Checks of the model and the `exclude` argument of a memory, and warnings about unprotected state."""
 
 from __future__ import annotations
 
@@ -13,18 +13,29 @@ from limpet.model import Block, every_name, is_excluded, module_names, named_par
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no model, or none that can be watched."""
+    """Raise unless `model` is a `torch.nn.Module` that supports hooks and has initialized parameters."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"limpet protects a torch.nn.Module, not a {type(model).__name__}")
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
-        raise UnsupportedError("a scripted model cannot be watched: give the model as it was before torch.jit.script")
+        raise UnsupportedError("a scripted model does not support hooks: pass the model from before torch.jit.script")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise UnsupportedError(f"{name} has no shape yet: run one batch through the model first")
+            raise UnsupportedError(f"{name} is uninitialized: run one batch through the model first")
 
 
 def excluded_names(model: nn.Module, exclude: Iterable[str | nn.Module | nn.Parameter]) -> tuple[str, ...]:
-    """Names and patterns as they are; modules and parameters by their names."""
+    """Resolve the `exclude` argument of a memory to names and patterns.
+
+    Args:
+        model: The model.
+        exclude: Names, patterns, modules and parameters.
+
+    Returns:
+        Names and patterns unchanged; modules and parameters replaced by their names.
+
+    Raises:
+        ValueError: If a module or parameter is not part of the model.
+    """
     if isinstance(exclude, str | nn.Module | nn.Parameter):
         exclude = [exclude]
     modules = module_names(model)
@@ -35,7 +46,11 @@ def excluded_names(model: nn.Module, exclude: Iterable[str | nn.Module | nn.Para
             matches = [any(is_excluded(name, [pattern]) for name in parameters) for pattern in (item, plain(item))]
             found.append(item if matches[0] else plain(item))
             if item not in modules.values() and not any(matches):
-                warn(f"exclude: {item!r} matches no parameter of the model", LimpetWarning)
+                warn(
+                    f"exclude: {item!r} matches no parameter or module of the model: check the names in "
+                    "model.named_parameters()",
+                    LimpetWarning,
+                )
         elif isinstance(item, nn.Module):
             if item not in modules or item is model:
                 raise ValueError(f"exclude: this {type(item).__name__} is not a module inside the model")
@@ -49,7 +64,12 @@ def excluded_names(model: nn.Module, exclude: Iterable[str | nn.Module | nn.Para
 
 
 def say_what_is_not_protected(model: nn.Module, blocks: Iterable[Block]) -> None:
-    """Warn of what no penalty reaches: frozen parameters that no block has, and running statistics."""
+    """Warn about state that no penalty protects: frozen parameters outside all blocks, and running statistics.
+
+    Args:
+        model: The model.
+        blocks: The blocks that the memory protects.
+    """
     held = {name for block in blocks for name in block.parameters}
     named = named_parameters(model).items()
     frozen = [name for name, parameter in named if not parameter.requires_grad and name not in held]

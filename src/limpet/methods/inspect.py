@@ -1,4 +1,4 @@
-"""Look into a memory file without the model that it was made for."""
+"""Inspect a memory file without the model it was made for."""
 
 from __future__ import annotations
 
@@ -19,11 +19,19 @@ from limpet.precision.linalg import widened
 
 @dataclass(frozen=True)
 class BlockInspection:
-    """What is known of one block.
+    """Summary of one block.
 
-    `decided` is the share of its directions that the data decide rather than the prior, sum D / (D + prior), and
-    `stakes` what a push towards other weights of the same size is predicted to cost in each direction, v D / N in nats
-    per example with v the mean square of the weights: largest first.
+    Attributes:
+        name: Name of the block.
+        kind: Kinds of its layers, joined by "+", or "direct" for a per-sample block.
+        structure: Structure of its precision.
+        shape: Shape of the block as a matrix, the bias as one more column.
+        nbytes: Bytes of its tensors.
+        tasks: Number of tasks consolidated into it.
+        decided: Fraction of its directions determined by the data rather than by the prior, the mean of
+            D / (D + prior) over the eigenvalues D.
+        stakes: Predicted increase of the old loss in each eigendirection if the weights were replaced by others of the
+            same scale, v D / N in nats per example with v the mean square of the weights; in descending order.
     """
 
     name: str
@@ -37,13 +45,20 @@ class BlockInspection:
 
     @property
     def at_stake(self) -> float:
-        """The predicted rise of the old loss if the block were replaced by other weights of its size."""
+        """Predicted increase of the old loss if the block's weights were replaced by others of the same scale."""
         return float(self.stakes.sum())
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """A memory file: its settings, its blocks and the tasks that went into it."""
+    """Content of a memory file.
+
+    Attributes:
+        settings: Settings of the memory, as stored in the file.
+        library: Version of limpet that wrote the file.
+        blocks: Summary of every block.
+        history: Record of the consolidated tasks.
+    """
 
     settings: Mapping[str, Any]
     library: str
@@ -52,22 +67,32 @@ class Inspection:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total bytes of all blocks."""
         return sum(block.nbytes for block in self.blocks)
 
 
 def inspect(path: str | Path) -> Inspection:
-    """What a memory file holds.
+    """Read a memory file without building its model.
 
-    >>> import tempfile, limpet
-    >>> model = torch.nn.Linear(3, 2)
-    >>> memory = limpet.OnlineLaplace(model)
-    >>> memory.consolidate([(torch.randn(20, 3), torch.randint(0, 2, (20,)))])
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     memory.save(f"{folder}/memory.safetensors")
-    ...     found = inspect(f"{folder}/memory.safetensors")
-    >>> found.settings["method"], [block.shape for block in found.blocks]
-    ('online-laplace', [(2, 4)])
+    Args:
+        path: A file written by `memory.save`.
+
+    Returns:
+        The settings, blocks and task history of the memory.
+
+    Raises:
+        MemoryFileError: If the file is not a limpet memory, or is corrupted.
+
+    Examples:
+        >>> import tempfile, limpet
+        >>> model = torch.nn.Linear(3, 2)
+        >>> memory = limpet.OnlineLaplace(model)
+        >>> memory.consolidate([(torch.randn(20, 3), torch.randint(0, 2, (20,)))])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     memory.save(f"{folder}/memory.safetensors")
+        ...     found = inspect(f"{folder}/memory.safetensors")
+        >>> found.settings["method"], [block.shape for block in found.blocks]
+        ('online-laplace', [(2, 4)])
     """
     content = state_dict.Content.of(state_dict.read(path))
     with state_dict.rejecting_damage():

@@ -1,4 +1,4 @@
-"""What the three Laplace methods share: one pass over the task's data, then a method's own update."""
+"""Base class of the three Laplace methods: one Fisher pass over a task's data, then the update of the method."""
 
 from __future__ import annotations
 
@@ -40,31 +40,63 @@ if TYPE_CHECKING:
     from limpet.methods import state_dict
 
 MOVED = 1e-4
-"""How far, relatively, weights may be from the mean by rounding alone."""
+"""Largest relative distance between weights and mean that rounding alone can explain."""
 
 LOOK = 2000
-"""Examples that are enough to see the shape of a task's Fisher."""
+"""Number of examples for the preliminary Fisher pass of `smoothing`."""
 
 
 def probe_rows(probe: int | None) -> int | None:
-    """How many examples a probe takes."""
+    """Check the `probe` argument of `consolidate`, and return it."""
     if probe is not None and positive_whole("probe", probe) > FirstBatches.LIMIT:
-        raise ValueError(f"probe= takes at most {FirstBatches.LIMIT} examples: for more, memory.add_probe(batches)")
+        raise ValueError(
+            f"probe= must be at most {FirstBatches.LIMIT}: for more examples call memory.add_probe(batches)"
+        )
     return probe
 
 
 class Laplace(Memory):
-    """A memory whose precision is a Fisher, measured at the end of each task.
+    """Base class of memories whose precision is a sum of Fishers, each measured at the end of a task.
 
-    With `smoothing` it is measured not at the mode but at weights around it, another draw for every batch, so far away
-    that the loss is predicted to rise by so many nats per example (or, if nothing does, as far as weights are large).
-    Its mean is the curvature of the smoothed loss E[loss(w + z)], which knows what a point does not: the loss rises
-    faster than the quadratic at its mode. It costs one more pass, a short one where the loader knows how many examples
-    it has.
+    Abstract: use `limpet.OnlineLaplace`, `limpet.PerTaskLaplace` or `limpet.ApproximateLaplace`, which take these
+    arguments.
 
-    A side of a block longer than `max_side` keeps its factor in even pieces, up to seven, and a still longer one (a
-    vocabulary) the diagonal of it. With at_rest="float16" the bases of the Kronecker structure are kept in half the
-    bytes, with offload=True in the memory of the host; each is made ready when its block is used.
+    Args:
+        model: The model to protect. Wrappers (torch.compile, DistributedDataParallel, PEFT) are unwrapped.
+        likelihood: The meaning of the model's outputs: "categorical", "gaussian", "bernoulli" or a
+            `limpet.Likelihood`.
+        structure: Structure of each block's precision: "kronecker" (a Kronecker-factored eigenbasis with a matrix of
+            eigenvalues, as in EKFAC; its size does not grow with the number of tasks), "kronecker-sum" (the K-FAC
+            factors of every task), "diagonal", or "dense" (the full matrix, for small blocks).
+        strength: Factor of each task's Fisher. 1 is the Laplace approximation; larger values protect more. "auto"
+            determines it for every task from the task's own data (see the `strength` property).
+        prior_precision: Precision of the isotropic Gaussian prior over the weights.
+        fisher: How the expectation over targets is computed: "exact" (in closed form; C - 1 backward passes for a
+            categorical with C classes), "sampled" (targets drawn from the model's predictions), "empirical" (the
+            targets of the data), or "auto" (exact for up to 16 classes or outputs, otherwise sampled).
+        prior_mean: Mean of the prior: "zero", or "initial" for the weights that the model has now. Use "initial" for
+            a pretrained model.
+        exclude: Parameters to leave unprotected, such as task-specific heads: names of parameters or modules,
+            patterns such as "*.bias", modules or parameters.
+        smoothing: If positive, measure the Fisher not at the mode but at weights perturbed around it, with a new
+            draw z for every batch, scaled such that the loss is predicted to increase by this many nats per example.
+            Perturbations are never larger than the scale of the weights. The average is the curvature of the smoothed
+            loss E[loss(w + z)], which accounts for the loss increasing faster than its quadratic approximation at the
+            mode. It needs one more pass, over a subset of the data if the number of examples is known.
+        draws: Number of targets sampled per example with the sampled Fisher.
+        seed: Seed for sampled targets and perturbations.
+        max_factor_size: Largest Kronecker factor that is stored as one matrix. A longer side of a block keeps its
+            factor as a block-diagonal matrix of up to seven equal blocks, a still longer one (a vocabulary) as a
+            diagonal. Formerly `max_side`.
+        storage_dtype: Data type in which the eigenbases of the Kronecker structure are stored, "float16" or
+            "bfloat16", at half the memory. They are converted when their block is used. By default they are stored in
+            the data type they are used in. Formerly `at_rest`.
+        offload: Store the eigenbases in host memory. They are moved to the device when their block is used.
+
+    Raises:
+        TypeError: If `model` is not a `torch.nn.Module`.
+        ValueError: If an option has an invalid value.
+        UnsupportedError: If the model is scripted or has uninitialized parameters.
     """
 
     _measures_curves = True
@@ -116,21 +148,11 @@ class Laplace(Memory):
         checkpoint: str | Path | None = None,
         probe: int | None = None,
     ) -> None:
-        """Take the task in: one pass over its data, after which mean and precision know it.
-
-        `examples` is N (counted where the batches are finite), `limit` uses at most so many of them and scales up.
-        `forward(model, batch)` gives (outputs, targets) for batches that are not pairs or dictionaries. `checkpoint`
-        names a file to which a long pass is written once a minute: called again after a crash, with batches in the
-        same order, it goes on from there; the file is gone once the task is taken in. On many ranks the batches are
-        each rank's own, or all of them, `limpet.distributed.ReplicatedBatches(batches)`; then another number of ranks
-        may go on.
-        With `probe` the memory keeps so many of the inputs, with the outputs that the model gives now, for `drift` to
-        be measured on (`add_probe`): the file then holds these inputs.
-        """
+        """Consolidate the task in one pass over its data (two with `smoothing`); see `Memory.consolidate`."""
         saved = self._checkpoint(checkpoint)
         rows = probe_rows(probe)
         fisher = self._measure(batches, examples, limit, forward, progress, saved)
-        probes = () if rows is None else (self._recorded(fisher.first.take(rows), forward),)
+        probes = () if rows is None else (self._record_probe(fisher.first.take(rows), forward),)
         self._settle([fisher], forward)
         self.probes += probes
         if saved is not None:
@@ -139,17 +161,32 @@ class Laplace(Memory):
     def forecast(
         self, batches: Iterable[Any] | None = None, *, curvature: str = "kept", forward: Forward | None = None
     ) -> Forecast:
-        """As for every memory; with old data in hand, `forecast(batches, curvature="fresh")` looks at them instead.
+        """Forecast the increase of the mean old loss since the last consolidation, in nats per example.
 
-        The rise is then that of their loss since the last consolidation, and each block's share that of a Fisher
-        measured on them. A few hundred examples are enough.
+        `forecast()` uses the stored curvature and needs no data, as for every memory. If old data are available,
+        `forecast(batches, curvature="fresh")` measures the increase of their loss instead, and each block's share by a
+        Fisher measured on them. A few hundred examples are enough.
+
+        Args:
+            batches: Old data, only with `curvature="fresh"`.
+            curvature: "kept" to use the stored curvature, "fresh" to measure on `batches`.
+            forward: As for `consolidate`.
+
+        Returns:
+            The increase as a float, with the shares of blocks and tasks as attributes.
+
+        Raises:
+            LimpetError: If `batches` is missing with `curvature="fresh"`, or given without it.
         """
         from limpet.forgetting.forecast import fresh_forecast
 
         if curvature not in ("kept", "fresh"):
             raise ValueError(f"curvature must be 'kept' or 'fresh', not {curvature!r}")
         if (curvature == "fresh") != (batches is not None):
-            raise LimpetError("forecast(batches, curvature='fresh') takes old data, and forecast() none")
+            raise LimpetError(
+                "batches and curvature='fresh' must be passed together: call forecast(batches, curvature='fresh'), or "
+                "forecast() to use the stored curvature"
+            )
         if batches is None:
             return super().forecast()
         return fresh_forecast(self.posterior, self._pass(forward, None), batches)
@@ -169,41 +206,43 @@ class Laplace(Memory):
         progress: bool,
         checkpoint: Checkpoint | None = None,
     ) -> Fisher:
-        self._refuse_inside_protect()
+        self._reject_inside_protect()
         if self.smoothing or self._automatic:
             what = "smoothing" if self.smoothing else "strength='auto'"
-            reject_sharded(self.posterior.sharding, what, "give a number as strength, and leave out smoothing=")
+            reject_sharded(self.posterior.sharding, what, "pass a number as strength=, and omit smoothing=")
         with torch.inference_mode(False):
-            around = self._surroundings(batches, examples, limit, forward) if self.smoothing else None
-            return self._pass(forward, around).run(
+            displacement = self._perturbation(batches, examples, limit, forward) if self.smoothing else None
+            return self._pass(forward, displacement).run(
                 batches, examples=examples, limit=limit, progress=progress, checkpoint=checkpoint
             )
 
     def add_probe(self, batches: Iterable[Any], *, forward: Forward | None = None) -> None:
-        """Keep these inputs, with the outputs that the model gives now, for `drift` to be measured on.
+        """Store inputs with the model's current outputs, for `drift` to be measured on.
 
-        Inputs that were not among those that were consolidated say most: repair removes just what these can see.
+        Inputs that were not consolidated are the most informative, because a repair removes exactly the forgetting
+        that is visible on the consolidated ones.
 
         Args:
-            batches: The data. Their inputs will be in the memory's file, their targets not (but with `forward`).
+            batches: The data. The memory's file will contain their inputs, but not their targets unless `forward` is
+                given.
             forward: As for `consolidate`.
 
         Raises:
-            LimpetError: Where the model has moved since the last consolidation.
+            LimpetError: If the weights have changed since the last consolidation.
         """
-        self._refuse_inside_protect()
+        self._reject_inside_protect()
         weights = self.posterior.weights()
         for held in self.posterior.held.values():
             moved = held.displacement(weights).norm() if held.tasks else 0.0
             if moved > MOVED * held.mean.norm():
                 raise LimpetError(
-                    f"{held.block.name} has moved since it was consolidated, and a probe keeps the outputs of the "
-                    "model before: add it right after memory.consolidate(...)"
+                    f"{held.block.name} has moved since it was consolidated, but a probe must record the outputs from "
+                    "before: call add_probe right after memory.consolidate(...)"
                 )
-        self.probes = (*self.probes, self._recorded(batches, forward))
+        self.probes = (*self.probes, self._record_probe(batches, forward))
 
-    def _recorded(self, batches: Iterable[Any], forward: Forward | None) -> Probe:
-        """A probe of these batches, with the outputs of now."""
+    def _record_probe(self, batches: Iterable[Any], forward: Forward | None) -> Probe:
+        """Record a probe of these batches with the model's current outputs."""
         from limpet.forgetting.probe import Probe
 
         self._reject_sharded("probe=")
@@ -211,19 +250,19 @@ class Laplace(Memory):
         seed = self.seed + self.tasks
         return Probe.record(self.model, list(batches), self.likelihood, forward, held=held, seed=seed)
 
-    def _surroundings(
+    def _perturbation(
         self, batches: Iterable[Any], examples: int | None, limit: int | None, forward: Forward | None
     ) -> Displacement | None:
-        """A short look at the mode, and from it where around the mode to measure."""
-        from limpet.posterior.perturbation import surroundings
+        """Measure a preliminary Fisher at the mode, and derive the perturbations of `smoothing` from it."""
+        from limpet.posterior.perturbation import weight_perturbation
 
         if isinstance(batches, Iterator):
-            raise LimpetError("smoothing reads the data twice: give a loader or a list of batches, not an iterator")
+            raise LimpetError("smoothing reads the data twice: pass a loader or a list of batches, not an iterator")
         sized = examples is not None or counted_examples(batches) is not None
         short = min(limit or LOOK, LOOK) if sized or limit is not None else None
         look = self._pass(forward, None).run(batches, examples=examples, limit=short, progress=False)
         strength = 1.0 if self._automatic else self._strength
-        return surroundings(self.posterior, look, strength, self.smoothing, self.seed + self.tasks)
+        return weight_perturbation(self.posterior, look, strength, self.smoothing, self.seed + self.tasks)
 
     def _pass(self, forward: Forward | None, displacement: Displacement | None) -> FisherPass:
         blocks, sharding, seed = self._planned(), self.posterior.sharding, self.seed + self.tasks
@@ -241,16 +280,16 @@ class Laplace(Memory):
         )  # fmt: skip
 
     def _settle(self, fishers: list[Fisher], forward: Forward | None) -> None:
-        """Let what the passes found become the memory: the newest task is the last of them."""
+        """Update the memory with the measured Fishers, of which the last is that of the newest task."""
         with full_precision(), torch.inference_mode(False):
             with self._all_or_nothing():
-                self._take_in(fishers, forward)
+                self._add_task(fishers, forward)
             if not self._automatic:
                 self._measure_curve(fishers[-1], forward)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Whatever goes wrong in the body leaves the memory as it was."""
+        """Restore the memory if the body raises."""
         held, constant = dict(self.posterior.held), self.posterior.constant
         names = ("_strength", "_direct", "history", "unused", "examples", "tasks", "_proximal_state")
         before = {name: getattr(self, name) for name in names}
@@ -262,7 +301,7 @@ class Laplace(Memory):
                 setattr(self, name, value)
             raise
 
-    def _take_in(self, fishers: list[Fisher], forward: Forward | None) -> None:
+    def _add_task(self, fishers: list[Fisher], forward: Forward | None) -> None:
         from limpet.posterior.perturbation import with_task
 
         newest = fishers[-1]
@@ -283,20 +322,20 @@ class Laplace(Memory):
         if newest.unused:
             first = sorted(newest.unused)[0]
             warn(
-                f"{len(newest.unused)} parameters had no gradient in this task (such as {first}), so nothing new is "
-                "known of them; leave them out with exclude=[...] if they belong to other tasks",
+                f"{len(newest.unused)} parameters had no gradient in this task (such as {first}), so this task "
+                "adds no information about them; leave them out with exclude=[...] if they belong to other tasks",
                 NotProtectedWarning,
             )
 
     def _update(self, fishers: list[Fisher]) -> None:
-        """Every block of which the newest task says something, after the task."""
+        """Update every block for which the newest task has curvature."""
         weights = dict(self.posterior.weights())
 
         def updated(held: BlockPosterior) -> BlockPosterior:
             if not fishers[-1].speaks_of(held.block):
                 return held
             after = self._updated(held, fishers, held.matrix(weights).detach().clone())
-            if self.posterior.sharding is not None:  # nobody else asks for them, and a rank has room for its own blocks
+            if self.posterior.sharding is not None:  # no longer needed: frees memory for the other blocks
                 for name in held.block.parameters:
                     del weights[name]
                 for fisher in fishers:
@@ -306,7 +345,7 @@ class Laplace(Memory):
         self.posterior.replace_all(updated)
 
     def _curve(self, number: int, posterior: Posterior, newest: Fisher, forward: Forward | None) -> Curve:
-        """How the loss of the newest task, the one of this number, rises around a posterior that knows it."""
+        """Measure how the loss of the newest task, task `number`, increases around a posterior that includes it."""
         from limpet.forgetting.measurement import measure
 
         if posterior.sharding is not None:
@@ -314,15 +353,15 @@ class Laplace(Memory):
         return measure(posterior, newest, self.likelihood, forward, self.seed + number)
 
     def _measure_curve(self, newest: Fisher, forward: Forward | None) -> None:
-        """Add its curve to what is known of the newest task, which is taken in whether or not this succeeds."""
+        """Measure the loss curve of the newest task; if that fails, the task stays consolidated without one."""
         try:
             self.history = self.history.with_curve(self._curve(self.tasks - 1, self.posterior, newest, forward))
         except Exception as error:
             if current() is not None:
-                raise  # the other ranks wait
+                raise  # the other ranks would wait in a collective
             warn(
-                f"how fast the loss of this task rises could not be measured ({type(error).__name__}: {error}); the "
-                "task is taken in, and forecasts take its quadratic as it is, which says too little",
+                f"the loss curve of this task could not be measured ({type(error).__name__}: {error}); the task is "
+                "consolidated, but its forecasts use only the quadratic approximation, which underestimates forgetting",
                 LimpetWarning,
             )
 
@@ -331,17 +370,18 @@ class Laplace(Memory):
         fallen = [b.name for b in newest.blocks if b.kind == PER_SAMPLE and b.name in planned]
         if fallen:
             warn(
-                f"{len(fallen)} parameters (such as {fallen[0]}) are used in a way that hooks on their layers do not "
-                "see; they get an exact diagonal, measured example by example, which is slow",
+                f"{len(fallen)} parameters (such as {fallen[0]}) are used in a way that forward hooks on their "
+                "layers do not capture; they fall back to an exact diagonal computed from per-sample gradients, which "
+                "is slow",
                 FallbackWarning,
             )
 
     @abstractmethod
     def _updated(self, held: BlockPosterior, fishers: list[Fisher], mean: Tensor) -> BlockPosterior:
-        """The block after the task, whose weights are now `mean`."""
+        """Return the block's posterior after the task, whose trained weights are `mean`."""
 
     def _added(self, held: BlockPosterior, fishers: list[Fisher]) -> Precision:
-        """The block's precision with these Fishers added, each times the strength."""
+        """Return the block's precision plus strength times each Fisher."""
         precision = held.precision
         for fisher in fishers:
             for term in fisher.terms.get(held.block.name, ()):

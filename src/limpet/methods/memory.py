@@ -1,4 +1,4 @@
-"""The face that all methods share."""
+"""The interface that all methods share: a memory of past tasks, which protects them during training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from limpet.posterior.sharding import reject_sharded
 from limpet.precision import STRUCTURES
 from limpet.precision.storage import Storage
 
-if TYPE_CHECKING:  # what a memory can do is imported when it is asked for: importing limpet takes hardly any time
+if TYPE_CHECKING:  # imported lazily at run time, to keep `import limpet` fast
     from limpet.forgetting.budget import Budget
     from limpet.forgetting.drift import Drift
     from limpet.forgetting.forecast import Forecast
@@ -36,19 +36,47 @@ if TYPE_CHECKING:  # what a memory can do is imported when it is asked for: impo
     from limpet.protection.protection import Protection, StepObserver
 
 NO_PROBE = (
-    "this memory has no probe to measure drift on, which is kept only where it is asked for: consolidate with "
-    "probe=100 (it keeps so many inputs), or for a language model with limpet consolidate --self-samples"
+    "this memory has no probe to measure drift on; probes store inputs, so they are opt-in: call "
+    "memory.consolidate(batches, probe=100) to store 100 inputs, or for a language model use limpet consolidate "
+    "--self-samples"
 )
 
 MAX_FACTOR_SIZE = 4096
-"""The longest side of a block whose factor is kept whole."""
+"""Default for the largest Kronecker factor that is stored as one matrix."""
 
 
 class Memory(ABC):
-    """What a network knows, as a Gaussian over its weights. Use one of the methods: `limpet.OnlineLaplace`, ..."""
+    """A Gaussian over a network's weights that summarizes the tasks learned so far.
+
+    Abstract base class: use one of the methods, such as `limpet.OnlineLaplace`. A subclass sets `method` and
+    implements `consolidate`.
+
+    Args:
+        model: The model to protect. Wrappers (torch.compile, DistributedDataParallel, PEFT) are unwrapped.
+        likelihood: The meaning of the model's outputs: a name or a `limpet.Likelihood`.
+        structure: Structure of each block's precision: "kronecker", "kronecker-sum", "diagonal" or "dense".
+        strength: Factor of the curvature of each task, or "auto".
+        prior_precision: Precision of the isotropic Gaussian prior over the weights.
+        prior_mean: Mean of the prior: "zero", or "initial" for the weights that the model has now.
+        exclude: Parameters to leave unprotected: names of parameters or modules, patterns, modules or parameters.
+        max_factor_size: Largest Kronecker factor that is stored as one matrix.
+        storage_dtype: Data type in which eigenbases are stored. By default the one they are used in.
+        offload: Store eigenbases in host memory.
+
+    Attributes:
+        model: The protected model, unwrapped.
+        likelihood: The likelihood.
+        exclude: Names and patterns of the excluded parameters.
+        posterior: Mean and precision of every block.
+        examples: Number of examples of all consolidated tasks.
+        tasks: Number of consolidated tasks.
+        unused: Parameters that had no gradient in the last task.
+        history: Size and loss curve of each consolidated task.
+        probes: Inputs with the outputs that the model had when they were consolidated; `drift` is measured on them.
+    """
 
     method: ClassVar[str]
-    _measures_curves: ClassVar[bool] = False  # whether forecasts are in nats, so that a multiplier can follow them
+    _measures_curves: ClassVar[bool] = False  # whether forecasts are in nats, as strength="auto" and budget= require
 
     def __init__(
         self,
@@ -82,20 +110,21 @@ class Memory(ABC):
         self.tasks = 0
         self.unused: frozenset[str] = frozenset()
         self.history = TaskHistory()
-        self.probes: tuple[Probe, ...] = ()  # inputs, with the outputs that the model gave before
-        self._direct: set[str] = set()  # parameters that no layer class has seen in use
+        self.probes: tuple[Probe, ...] = ()
+        self._direct: set[str] = set()  # parameters that must be measured per sample
         self._protection: Protection | None = None
-        self._proximal_state: ProximalState | None = None  # of the training that is under way,
-        self._resume: ProximalState | None = None  # and of one that was loaded
+        self._proximal_state: ProximalState | None = None  # of the current training run
+        self._resume: ProximalState | None = None  # of a loaded run, for the next `protect`
         self.posterior.arrange(self._planned())
         say_what_is_not_protected(self.model, self._planned())
 
     @property
     def strength(self) -> float | str:
-        """What the Fisher of the tasks to come is multiplied by, or "auto"; it may be changed between tasks.
+        """Factor of the Fisher of future tasks, or "auto". It can be changed between tasks.
 
-        "auto" takes for every task what its own data say when it is taken in: how much faster than the quadratic its
-        loss rises at the distance that weights travel while other tasks are learned (`limpet.forgetting.loss_curve`).
+        "auto" determines it for each task from the task's own data during consolidation: how much faster than the
+        quadratic approximation its loss increases at the distance that weights typically move while later tasks are
+        learned (`limpet.forgetting.loss_curve`).
         """
         return "auto" if self._automatic else self._strength
 
@@ -103,7 +132,9 @@ class Memory(ABC):
     def strength(self, value: float | str) -> None:
         automatic = isinstance(value, str) and value == "auto"
         if automatic and not self._measures_curves:
-            raise UnsupportedError(f"{type(self).__name__} measures no Fisher, so its strength cannot be 'auto'")
+            raise UnsupportedError(
+                f"{type(self).__name__} measures no Fisher, so its strength cannot be 'auto': pass a number"
+            )
         if isinstance(value, str) and not automatic:
             raise ValueError(f"strength must be a number >= 0 or 'auto', not {value!r}")
         self._strength = 1.0 if automatic else finite_number("strength", value)
@@ -111,12 +142,12 @@ class Memory(ABC):
 
     @property
     def structure(self) -> str:
-        """The structure of the precision."""
+        """Structure of the precision: "kronecker", "kronecker-sum", "diagonal" or "dense"."""
         return self.posterior.structure.name
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors that the memory holds."""
+        """Total bytes of the memory's tensors."""
         return self.posterior.nbytes + sum(probe.nbytes for probe in self.probes)
 
     @abstractmethod
@@ -131,7 +162,30 @@ class Memory(ABC):
         checkpoint: str | Path | None = None,
         probe: int | None = None,
     ) -> None:
-        """Take the task in: after this, mean and precision know it."""
+        """Consolidate the task that was just learned: update mean and precision with its curvature.
+
+        Call it after training, at the trained weights. An error while the curvature is measured leaves the memory
+        unchanged. In a distributed run it is a collective: every rank passes its own share of the data, or all ranks
+        pass the same data wrapped in `limpet.distributed.ReplicatedBatches`.
+
+        Args:
+            batches: A loader, list or other iterable of batches. A batch is a pair `(inputs, targets)`, a dictionary
+                or, where no targets are needed, a tensor.
+            examples: N, the number of examples in the task (predicted tokens for a language model). By default the
+                examples are counted.
+            limit: Use at most this many examples, and scale the Fisher up to all of them.
+            forward: `forward(model, batch)` returns `(outputs, targets)`. Needed for other kinds of batches.
+            progress: Show a progress bar.
+            checkpoint: Path of a file to which a long pass is saved once a minute. Called again after a crash, with
+                the batches in the same order, the pass resumes from it; with `ReplicatedBatches` also on another
+                number of ranks. The file is deleted once the task is consolidated.
+            probe: Number of inputs to store with the model's current outputs, for `drift` to be measured on. The
+                memory's file will contain these inputs.
+
+        Raises:
+            LimpetError: If called inside `with memory.protect(...)`.
+            CurvatureError: If the curvature cannot be measured.
+        """
 
     def protect(
         self,
@@ -144,19 +198,37 @@ class Memory(ABC):
         batch_size: int | None = None,
         budget: float | None = None,
     ) -> Protection:
-        """Hold on to what is known while the body trains: `with memory.protect(optimizer, examples=N): ...`.
+        """Protect the consolidated tasks while the model trains: `with memory.protect(optimizer, examples=N): ...`.
 
-        `examples` is N, the examples of the new task, epochs not counted. `mode` is "proximal" (SGD; taken every step
-        it cannot diverge; with `every=k` it is taken every k steps) or "gradient" (any optimizer; with `every=k` made
-        anew every k steps, and in between taken as it was), chosen by the optimizer when "auto". The loss is a mean
-        over examples; one that sums over a batch says reduction="sum" and batch_size.
+        Inside the `with` block every `optimizer.step()` also applies the penalty 1/2 (w - mean)^T L (w - mean) / N.
+        The training loop needs no other change.
 
-        With `budget` the strength no longer matters: the memory holds just hard enough to keep the forecast within
-        so many nats per example, and not at all before that.
+        Args:
+            optimizer: The optimizer that trains the model.
+            examples: N, the number of examples in the new task (predicted tokens for a language model), not
+                multiplied by the number of epochs.
+            every: Apply the proximal step, or recompute the penalty's gradient, only every this many steps. In
+                between, proximal mode uses the control variate of ProxSkip, and gradient mode reuses the last
+                gradient.
+            mode: "proximal" (a proximal step after each step of SGD; with `every=1` no penalty makes it diverge),
+                "gradient" (adds the penalty's gradient; works with any optimizer), or "auto" (proximal for SGD on a
+                model without adapters, otherwise gradient).
+            reduction: "mean" if the training loss is a mean over examples, "sum" if it is a sum over the batch.
+            batch_size: Number of examples that the loss of one step sums over. Required with `reduction="sum"`.
+            budget: Largest allowed forecast, in nats per example. It replaces the strength: the penalty is just
+                strong enough to keep the forecast within the budget, and zero as long as it is.
+
+        Returns:
+            A context manager that adds hooks to the optimizer on entry and removes them on exit.
+
+        Raises:
+            LimpetError: If called inside another `with memory.protect(...)`.
+            UnsupportedError: If the optimizer, mode or budget is not supported for this memory.
+            ValueError: If an argument has an invalid value.
         """
         from limpet.protection.protection import Protection
 
-        self._refuse_inside_protect()
+        self._reject_inside_protect()
         self.posterior.arrange(self._planned())
         return Protection(
             self.posterior,
@@ -180,20 +252,22 @@ class Memory(ABC):
         from limpet.forgetting.budget import Budget
 
         if not finite_number("budget", budget):
-            raise ValueError("a budget of 0 lets nothing change: give what may be forgotten, in nats per example")
+            raise ValueError("budget must be > 0: pass the increase of the old loss to allow, in nats per example")
         if not self._measures_curves or self.structure == "kronecker-sum":
             raise UnsupportedError(
-                "budget= needs forecasts in nats and a closed proximal map: a Laplace method with "
+                "budget= needs forecasts in nats and a closed-form proximal step: use a Laplace method with "
                 "structure='kronecker', 'diagonal' or 'dense'"
             )
         if self.posterior.structure.rest.dtype is not None:
-            raise UnsupportedError("budget= needs orthonormal bases: leave out storage_dtype=, which rounds them")
+            raise UnsupportedError(
+                "budget= needs orthonormal eigenbases, but storage_dtype= rounds them: omit storage_dtype="
+            )
         return Budget(self.history, float(budget))
 
     def _entered(self, protection: Protection) -> None:
-        self._refuse_inside_protect()
-        # A state that was loaded goes on where it stopped; one that an error left behind belongs to weights that may
-        # have been put back since, and any weights are a right place to begin.
+        self._reject_inside_protect()
+        # Only a loaded state is resumed. One left behind by an error may belong to weights that have been reset since,
+        # and a fresh state is valid for any weights.
         self._protection, self._proximal_state, self._resume = protection, protection.state, None
 
     def _left(self, finished: bool) -> None:
@@ -201,45 +275,56 @@ class Memory(ABC):
         if finished:
             self._proximal_state = None
 
-    def _refuse_inside_protect(self) -> None:
+    def _reject_inside_protect(self) -> None:
         if self._protection is not None:
             raise LimpetError(
-                "this memory is protecting already: do this after the `with memory.protect(...)` block, not inside it"
+                "this memory is already protecting: call this after the `with memory.protect(...)` block, not inside it"
             )
 
     def _observer(self, examples: int) -> StepObserver | None:
-        """Who watches the steps."""
+        """Return the observer of the optimizer steps, if the method needs one."""
         return None
 
     def penalty(self) -> Tensor:
-        """1/2 (w - mean)^T L (w - mean) as a differentiable scalar, not yet divided by the examples.
+        """Compute 1/2 (w - mean)^T L (w - mean) as a differentiable scalar.
 
-        For people who would rather add it to the loss:
+        An alternative to `protect`: divide it by the number of examples of the new task, and add it to a mean loss.
 
-        >>> import limpet
-        >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(20, 3), torch.randint(0, 2, (20,))
-        >>> memory = limpet.OnlineLaplace(model)
-        >>> memory.consolidate([(x, y)])
-        >>> loss = torch.nn.functional.cross_entropy(model(x), y) + memory.penalty() / len(x)
-        >>> loss.backward()
+        Returns:
+            The penalty, not divided by the number of examples.
+
+        Raises:
+            UnsupportedError: If the memory is sharded.
+
+        Examples:
+            >>> import limpet
+            >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(20, 3), torch.randint(0, 2, (20,))
+            >>> memory = limpet.OnlineLaplace(model)
+            >>> memory.consolidate([(x, y)])
+            >>> loss = torch.nn.functional.cross_entropy(model(x), y) + memory.penalty() / len(x)
+            >>> loss.backward()
         """
         return self.posterior.penalty()
 
     def forecast(self) -> Forecast:
-        """The predicted rise of the mean old loss since the last consolidation, in nats per example.
+        """Forecast the increase of the mean old loss since the last consolidation, in nats per example.
 
-        Cheap enough to log during training: one rotation of each block's displacement.
+        Cheap enough to log during training: it rotates each block's displacement into the eigenbasis once.
 
-        >>> import limpet
-        >>> model = torch.nn.Linear(3, 2)
-        >>> memory = limpet.OnlineLaplace(model)
-        >>> memory.consolidate([(torch.randn(200, 3), torch.randint(0, 2, (200,)))])
-        >>> float(memory.forecast())
-        0.0
-        >>> with torch.no_grad():
-        ...     model.weight += 0.1
-        >>> 0 < memory.forecast() < 0.1
-        True
+        Returns:
+            The increase as a float, with the shares of blocks and tasks as attributes.
+
+        Examples:
+            >>> import limpet
+            >>> model = torch.nn.Linear(3, 2)
+            >>> memory = limpet.OnlineLaplace(model)
+            >>> memory.consolidate([(torch.randn(200, 3), torch.randint(0, 2, (200,)))])
+            >>> float(memory.forecast())
+            0.0
+            >>> with torch.no_grad():
+            ...     model.weight += 0.1
+            >>> 0 < memory.forecast() < 0.1
+            True
         """
         from limpet.forgetting.forecast import forecast
 
@@ -248,34 +333,35 @@ class Memory(ABC):
     def drift(
         self, *, forward: Forward | None = None, reference: nn.Module | None = None, blocks: bool = False
     ) -> Drift:
-        """How far the model's answers are from those before: KL(before || now), measured on the memory's probe.
+        """Measure how much the model's predictions have changed: KL(before || now) on the memory's probe.
 
-        Unlike `forecast` it predicts nothing: it takes the forward passes over the probe, and no approximation of the
-        curvature enters it.
+        Unlike `forecast`, it is a measurement: it runs the model on the probe and uses no curvature approximation.
 
         Args:
-            forward: What was given to `consolidate`, where the model is not called on the batches as they are.
-            reference: The model before, where you have it: its outputs are then computed rather than remembered,
-                which for a large vocabulary leaves out the error of remembering some labels only.
-            blocks: Also find out which blocks carry the drift, by one backward pass over the probe.
+            forward: The `forward` that was passed to `consolidate` or `add_probe`, if any.
+            reference: The model from before, if available. Its outputs are then computed rather than read from the
+                probe, which for a large vocabulary avoids the error of storing only some labels.
+            blocks: Also attribute the drift to blocks, by one backward pass over the probe.
 
         Returns:
             The drift in nats per example (or predicted token), with its standard error.
 
         Raises:
-            LimpetError: Where the memory has no probe.
+            LimpetError: If the memory has no probe.
+            UnsupportedError: If the memory is sharded.
 
-        >>> import limpet
-        >>> _ = torch.manual_seed(0)
-        >>> model = torch.nn.Linear(3, 2)
-        >>> memory = limpet.OnlineLaplace(model)
-        >>> memory.consolidate([(torch.randn(200, 3), torch.randint(0, 2, (200,)))], probe=100)
-        >>> print(memory.drift())
-        0 +- 0 nats
-        >>> with torch.no_grad():
-        ...     model.weight += torch.tensor([[0.5], [-0.5]])
-        >>> print(memory.drift(blocks=True))
-        0.247... +- 0.0... nats (most in model 0.247...)
+        Examples:
+            >>> import limpet
+            >>> _ = torch.manual_seed(0)
+            >>> model = torch.nn.Linear(3, 2)
+            >>> memory = limpet.OnlineLaplace(model)
+            >>> memory.consolidate([(torch.randn(200, 3), torch.randint(0, 2, (200,)))], probe=100)
+            >>> print(memory.drift())
+            0 +- 0 nats
+            >>> with torch.no_grad():
+            ...     model.weight += torch.tensor([[0.5], [-0.5]])
+            >>> print(memory.drift(blocks=True))
+            0.247... +- 0.0... nats (most in model 0.247...)
         """
         from limpet.forgetting.drift import drift
 
@@ -287,7 +373,17 @@ class Memory(ABC):
         return drift(self.posterior, self.probes, self.likelihood, forward, reference=before, blocks=blocks)
 
     def sample_weights(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """The protected parameters, drawn from the Gaussian that the memory is."""
+        """Sample the protected parameters from the posterior N(mean, L^-1).
+
+        Args:
+            generator: Random number generator. Defaults to PyTorch's global one.
+
+        Returns:
+            The sampled values by parameter name. The model is not changed.
+
+        Raises:
+            UnsupportedError: If the memory is sharded.
+        """
         from limpet.predictive import sample_weights
 
         self._reject_sharded("sample_weights")
@@ -304,28 +400,34 @@ class Memory(ABC):
         prior_precision: float | str | None = None,
         generator: torch.Generator | None = None,
     ) -> Any:
-        """Predictions averaged over what the weights might be: class probabilities for a categorical.
+        """Predict with the posterior predictive distribution, averaged over the weights.
 
         Args:
             inputs: A batch of inputs.
-            link_approximation: "probit" (closed form, for the network linearised at the mean, whose outputs are
-                Gaussian), "linearised" (the mean over `draws` outputs of that Gaussian) or "sampled" (the mean over
-                `draws` weights of the memory: for outputs per position, which the first two do not support).
-            draws: How many samples to average over.
-            forward: `forward(model, inputs)` returns the outputs, where the model is not called on the inputs alone.
-            prior_precision: Replaces the prior precision of the memory; "evidence" is the one that maximises the
-                marginal likelihood.
-            generator: The source of randomness.
+            link_approximation: "probit" (closed form, for the network linearized at the mean, whose outputs are
+                Gaussian), "linearised" (the mean over `draws` samples of those outputs) or "sampled" (the mean over
+                `draws` samples of the weights; supports outputs per position, which the other two do not). Formerly
+                `how`.
+            draws: Number of samples to average over.
+            forward: `forward(model, inputs)` returns the outputs, if `model(inputs)` does not.
+            prior_precision: Overrides the prior precision of the memory. "evidence" selects the one that maximizes
+                the log marginal likelihood.
+            generator: Random number generator. Defaults to PyTorch's global one.
 
         Returns:
             Class probabilities for a categorical likelihood, means for others.
 
-        >>> import limpet
-        >>> model = torch.nn.Linear(3, 2)
-        >>> memory = limpet.OnlineLaplace(model)
-        >>> memory.consolidate([(torch.randn(20, 3), torch.randint(0, 2, (20,)))])
-        >>> memory.predictive(torch.zeros(5, 3)).sum(1).round(decimals=4)
-        tensor([1., 1., 1., 1., 1.])
+        Raises:
+            UnsupportedError: If the memory is sharded.
+            ValueError: If an argument has an invalid value.
+
+        Examples:
+            >>> import limpet
+            >>> model = torch.nn.Linear(3, 2)
+            >>> memory = limpet.OnlineLaplace(model)
+            >>> memory.consolidate([(torch.randn(20, 3), torch.randint(0, 2, (20,)))])
+            >>> memory.predictive(torch.zeros(5, 3)).sum(1).round(decimals=4)
+            tensor([1., 1., 1., 1., 1.])
         """
         from limpet.predictive import predictive
 
@@ -344,15 +446,29 @@ class Memory(ABC):
     def output_distribution(
         self, inputs: Any, *, forward: Forward | None = None, prior_precision: float | str | None = None
     ) -> OutputDistribution:
-        """N(mean, covariance) of the outputs of the network linearised at the mean, for each example.
+        """Compute the Gaussian N(mean, covariance) of each example's outputs, for the network linearized at the mean.
 
-        >>> import limpet
-        >>> model = torch.nn.Linear(3, 1)
-        >>> memory = limpet.OnlineLaplace(model, likelihood="gaussian")
-        >>> memory.consolidate([(torch.randn(20, 3), torch.randn(20, 1))])
-        >>> found = memory.output_distribution(torch.zeros(5, 3))
-        >>> found.mean.shape, found.covariance.shape
-        (torch.Size([5, 1]), torch.Size([5, 1, 1]))
+        Args:
+            inputs: A batch of inputs.
+            forward: `forward(model, inputs)` returns the outputs, if `model(inputs)` does not.
+            prior_precision: Overrides the prior precision of the memory. "evidence" selects the one that maximizes
+                the log marginal likelihood.
+
+        Returns:
+            Mean of shape (examples, outputs) and covariance of shape (examples, outputs, outputs).
+
+        Raises:
+            UnsupportedError: If the memory is sharded.
+            ValueError: If `prior_precision` is invalid.
+
+        Examples:
+            >>> import limpet
+            >>> model = torch.nn.Linear(3, 1)
+            >>> memory = limpet.OnlineLaplace(model, likelihood="gaussian")
+            >>> memory.consolidate([(torch.randn(20, 3), torch.randn(20, 1))])
+            >>> found = memory.output_distribution(torch.zeros(5, 3))
+            >>> found.mean.shape, found.covariance.shape
+            (torch.Size([5, 1]), torch.Size([5, 1, 1]))
         """
         from limpet.predictive.linearized import output_distribution
 
@@ -361,7 +477,7 @@ class Memory(ABC):
         return output_distribution(self.posterior, inputs, forward=forward, prior_precision=prior)
 
     def _reject_sharded(self, what: str) -> None:
-        reject_sharded(self.posterior.sharding, f"memory.{what}(...)", "save the memory, and load it in one process")
+        reject_sharded(self.posterior.sharding, f"memory.{what}(...)", "save the memory and load it in one process")
 
     def _prior(self, prior_precision: float | str | None) -> float | None:
         if isinstance(prior_precision, str):
@@ -373,7 +489,11 @@ class Memory(ABC):
         return prior_precision
 
     def report(self) -> Report:
-        """Every parameter of the model: its block, structure, bytes, and whether it is protected or why not."""
+        """List every parameter of the model: its block, structure and bytes, and whether it is protected or why not.
+
+        Returns:
+            The rows of the table; `str(report)` formats it.
+        """
         from limpet.posterior.summary import report
 
         chosen = f" ({self._strength:.2g} for the last task)" if self._automatic and self.tasks else ""
@@ -399,11 +519,14 @@ class Memory(ABC):
         )
 
     def state_dict(self) -> State:
-        """All that the memory holds: {"metadata": JSON, "tensors": tensors by name}.
+        """Return the state of the memory: `{"metadata": JSON, "tensors": tensors by name}`.
 
-        With `load_state_dict` it makes a memory a Stateful of torch.distributed.checkpoint: save it beside the model,
-        `dcp.save({"model": ..., "memory": memory}, checkpoint_id=folder)`, and `limpet.load(folder, model)` brings it
-        back on any number of ranks. For a model in pieces it is a collective.
+        Together with `load_state_dict` it makes a memory a `Stateful` of torch.distributed.checkpoint. Save it beside
+        the model with `dcp.save({"model": ..., "memory": memory}, checkpoint_id=folder)`, and load it on any number of
+        ranks with `limpet.load(folder, model)`. If the memory is sharded, this is a collective.
+
+        Returns:
+            The state. A sharded memory returns the tensors of the rank's own blocks.
         """
         from limpet.methods import state_dict
 
@@ -413,10 +536,18 @@ class Memory(ABC):
         return state_dict.collect(self.posterior, self._settings(), self._proximal_state, extra)
 
     def load_state_dict(self, state: State) -> None:
-        """Take over a state that `state_dict` made, for the same method, structure and model; all of it or nothing."""
+        """Load a state returned by `state_dict`. If it raises, the memory is unchanged.
+
+        Args:
+            state: The state of a memory with the same method, structure, likelihood and model.
+
+        Raises:
+            LimpetError: If called inside `with memory.protect(...)`.
+            MemoryFileError: If the state is corrupted, or was made by another kind of memory or for another model.
+        """
         from limpet.methods import state_dict
 
-        self._refuse_inside_protect()
+        self._reject_inside_protect()
         content = state_dict.Content.of(state)
         structure = self.posterior.structure.name
         expected = {"method": self.method, "structure": structure, "likelihood": self.likelihood.describe()}
@@ -447,9 +578,12 @@ class Memory(ABC):
         self._proximal_state = self._resume = proximal
 
     def save(self, path: str | Path) -> None:
-        """Keep the memory in a file: safetensors with a versioned header, no pickle.
+        """Save the memory to a file: safetensors with a versioned header, no pickle.
 
-        Of a model in pieces all ranks write their parts of one file, which must be in a folder that all of them see.
+        If the memory is sharded, all ranks write their blocks to the same file, which must be on a shared file system.
+
+        Args:
+            path: Path of the file. `limpet.load` reads it.
         """
         from limpet.methods import state_dict
 
@@ -479,7 +613,7 @@ class Memory(ABC):
         }
 
     def _read_settings(self, settings: Settings) -> dict[str, Any]:
-        """The attributes that settings stand for."""
+        """Return the attributes that the settings of a state determine."""
         return {
             "_strength": settings.number("strength"),
             "_automatic": settings.flag("automatic"),
@@ -490,17 +624,26 @@ class Memory(ABC):
         }
 
     def _extra_tensors(self) -> dict[str, Tensor]:
-        """Tensors of a method's own."""
+        """Return the tensors of the method that are not part of a block."""
         return {}
 
     def _read_extra(self, settings: Settings, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """The attributes that a method's own tensors stand for."""
+        """Return the attributes that the method's extra tensors determine."""
         if tensors:
-            raise MemoryFileError(f"tensors that {type(self).__name__} does not know: {', '.join(sorted(tensors))}")
+            raise MemoryFileError(f"tensors unknown to {type(self).__name__}: {', '.join(sorted(tensors))}")
         return {}
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
-        """Upload the memory beside a model on the Hugging Face hub, where `limpet.load(repo_id, model)` finds it."""
+        """Upload the memory to a model repository on the Hugging Face hub, for `limpet.load(repo_id, model)`.
+
+        Args:
+            repo_id: The repository, as "user/model". It is created if it does not exist.
+            private: Whether a new repository is private. Defaults to the organization's setting.
+            token: Access token of the hub. Defaults to that of the logged-in user.
+
+        Returns:
+            The URL of the commit.
+        """
         from limpet.io import hub
 
         with tempfile.TemporaryDirectory() as folder:
@@ -510,11 +653,11 @@ class Memory(ABC):
 
     @property
     def sharded(self) -> bool:
-        """Whether every rank keeps some of the blocks, because the model is under `fully_shard`."""
+        """Whether each rank holds only some of the blocks, because the model is sharded with `fully_shard`."""
         return self.posterior.sharding is not None
 
     def _partly_frozen(self) -> set[str]:
-        """The parameters of blocks that hold tasks and still train, if only in part."""
+        """Return the parameters of consolidated blocks of which at least one parameter is trainable."""
         parameters = self.posterior.parameters()
         known = (held.block.parameters for held in self.posterior.held.values() if held.tasks)
         return {
@@ -525,9 +668,10 @@ class Memory(ABC):
         }
 
     def _planned(self, also: Collection[str] = ()) -> list[Block]:
-        """The blocks of the model as it is now; those found to be used directly once stay so.
+        """Return the blocks of the model in its current state.
 
-        What is known of a block of which only some parameters still train stays whole.
+        Parameters that once had to be measured per sample stay so. A consolidated block of which some parameters have
+        been frozen since stays one block.
         """
         found: list[Block] = []
         for block in discover(self.model, self.exclude, {*also, *self._partly_frozen()}):

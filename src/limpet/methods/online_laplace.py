@@ -1,4 +1,4 @@
-"""Online Laplace (Ritter, Botev, Barber 2018): one Gaussian, moved to each new mode and sharpened there."""
+"""Online Laplace (Ritter, Botev, Barber 2018): one Gaussian, re-centered at each new mode, with its Fisher added."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from limpet.posterior import BlockPosterior
 
 
 class OnlineLaplace(Laplace):
-    """The posterior after each task is the prior of the next.
+    """Online Laplace approximation: the posterior after each task is the prior of the next.
 
         L_{t+1} = L_t + strength F_{t+1}(mean_{t+1}),    mean_{t+1} = the weights after training under the penalty
 
     The linear term of the old penalty at the new mean is dropped, because the new task's gradient cancels it there.
+    The constructor arguments are those of `limpet.methods.laplace.Laplace`.
 
-    >>> import torch, limpet
-    >>> _ = torch.manual_seed(0)
-    >>> model = torch.nn.Linear(3, 2)
-    >>> data = [(torch.randn(20, 3), torch.randint(0, 2, (20,)))]
-    >>> memory = limpet.OnlineLaplace(model, structure="kronecker", strength=3.0)
-    >>> memory.consolidate(data)
-    >>> memory
-    <OnlineLaplace structure='kronecker' strength=3 tasks=1 examples=20 bytes=168>
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> with memory.protect(optimizer, examples=20):
-    ...     for x, y in data:
-    ...         optimizer.zero_grad()
-    ...         torch.nn.functional.cross_entropy(model(-x), y).backward()
-    ...         optimizer.step()
-    >>> print(memory.forecast())
-    0.0002... nats per example (most in model 0.0002...)
+    Examples:
+        >>> import torch, limpet
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Linear(3, 2)
+        >>> data = [(torch.randn(20, 3), torch.randint(0, 2, (20,)))]
+        >>> memory = limpet.OnlineLaplace(model, structure="kronecker", strength=3.0)
+        >>> memory.consolidate(data)
+        >>> memory
+        <OnlineLaplace structure='kronecker' strength=3 tasks=1 examples=20 bytes=168>
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with memory.protect(optimizer, examples=20):
+        ...     for x, y in data:
+        ...         optimizer.zero_grad()
+        ...         torch.nn.functional.cross_entropy(model(-x), y).backward()
+        ...         optimizer.step()
+        >>> print(memory.forecast())
+        0.0002... nats per example (most in model 0.0002...)
     """
 
     method = "online-laplace"

@@ -1,4 +1,4 @@
-"""Per-task Laplace: a penalty around the mode of every task. With the diagonal structure it is EWC."""
+"""Per-task Laplace: one quadratic penalty around the mode of each task. With structure="diagonal" it is EWC."""
 
 from __future__ import annotations
 
@@ -14,23 +14,27 @@ from limpet.precision.linalg import widened
 
 
 class PerTaskLaplace(Laplace):
-    """sum_t 1/2 strength (w - mean_t)^T F_t (w - mean_t), the prior joined to the first task's term.
+    """Laplace approximation with a separate quadratic penalty for every task.
 
-    The sum of all those quadratics is one quadratic. Around the newest mean m it has the precision L = sum of all
-    F_t, the slope sum F_t (m - mean_t) and a constant, and all three follow from the ones before: with d the way from
-    the old mean to the new one,
+        penalty(w) = sum_t 1/2 strength (w - mean_t)^T F_t (w - mean_t)
+
+    with the prior added to the first task's term. The sum of these quadratics is again a quadratic. Around the newest
+    mean m it has the precision L = sum of all F_t, the linear term (slope) sum F_t (m - mean_t) and a constant, and
+    all three are updated recursively. With d = new mean - old mean,
 
         slope' = slope + L d,    constant' = constant + slope^T d + 1/2 d^T L d,    L' = L + strength F
 
-    so no mean but the newest is kept, and the diagonal stays of constant size. Elastic weight consolidation of
-    Kirkpatrick et al. (2017) is structure="diagonal".
+    so only the newest mean is stored, and the size of the diagonal structure does not grow with the number of tasks.
+    Elastic weight consolidation (EWC, Kirkpatrick et al. 2017) is `structure="diagonal"`. The constructor arguments
+    are those of `limpet.methods.laplace.Laplace`.
 
-    >>> import torch, limpet
-    >>> model = torch.nn.Linear(3, 2)
-    >>> ewc = limpet.PerTaskLaplace(model, structure="diagonal", strength=100.0)
-    >>> ewc.consolidate([(torch.randn(20, 3), torch.randint(0, 2, (20,)))])
-    >>> ewc.penalty().item()
-    0.0
+    Examples:
+        >>> import torch, limpet
+        >>> model = torch.nn.Linear(3, 2)
+        >>> ewc = limpet.PerTaskLaplace(model, structure="diagonal", strength=100.0)
+        >>> ewc.consolidate([(torch.randn(20, 3), torch.randint(0, 2, (20,)))])
+        >>> ewc.penalty().item()
+        0.0
     """
 
     method = "per-task-laplace"

@@ -1,4 +1,4 @@
-"""`limpet.repair`: undo what a fine-tune has forgotten, after training, without old data."""
+"""`limpet.repair`: undo forgetting after fine-tuning, without the old data."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from limpet.model import Forward, full_precision, part, preserve_state, unwrappe
 from limpet.model.batch import batch_size, check_batches, counted_examples
 
 HELD_OUT = 5
-"""One batch in so many is held out, where a tolerance asks for it."""
+"""With `tolerance`, one batch in this many is held out."""
 
 MOST_HELD_OUT = 1000
-"""Rows that are held out at most."""
+"""Maximum number of held-out rows."""
 
-TOO_FEW = "tolerance= holds a part of the batches out, and there is only one small batch: give more, or strength="
+TOO_FEW = "tolerance= holds out part of the batches, but there is only one small batch: pass more data, or strength="
 
 
 def repair(
@@ -56,60 +56,65 @@ def repair(
     likelihood: str | Likelihood | None = None,
     progress: bool = True,
 ) -> Repair:
-    """Give a fine-tuned model back what it has forgotten, and keep what the new data need.
+    """Repair a fine-tuned model in place: undo its forgetting, and keep what the new data need.
 
-    The memory knows the weights before and the curvature of the old loss there; one pass over the new data gives
-    their curvature at the tuned weights. Every block then moves to the minimum of the two quadratics
-    (`limpet.forgetting.repair` has the formula and its sources). Train as usual, with any optimizer, and call this
-    once at the end. Weights of layers with LoRA adapters are repaired in the adapters, at their own rank. Parameters
-    that the memory does not know (a new head, what was excluded) and buffers (running statistics of batch norm) stay
-    as tuned. Where anything goes wrong, all of them do.
+    The memory has the weights before fine-tuning and the curvature of the old loss there. One pass over the new data
+    measures their curvature at the tuned weights. Every block then moves to the minimizer of the sum of the two
+    quadratics (`limpet.forgetting.repair` has the formula and references). Train as usual, with any optimizer, and
+    call this once at the end.
+
+    In layers with LoRA adapters the adapters are repaired, at their own rank. Parameters that the memory does not
+    protect (a new head, excluded parameters) and buffers (running statistics of batch norm) keep their tuned values.
+    If an error is raised, the model keeps its tuned weights.
 
     Args:
         model: The tuned model.
-        memory: The memory of the model before, one of the Laplace methods. It is not changed.
-        batches: The new data, as `memory.consolidate` takes them.
-        strength: What the old curvature is multiplied by; 1 is the Laplace approximation's answer.
-        scale: What the repaired update is multiplied by.
-        tolerance: Instead of a strength: take the largest one at which the loss on a held-out part of the batches
-            rises by at most so many nats per example.
-        budget: Instead of a strength: take the smallest one at which the measured drift is at most so many nats per
-            example. The memory needs a probe for it.
-        rank: Cut adapters to this rank, where it is less than their own.
-        examples: How many examples the new data have, where only some of them are given.
-        limit: Use at most so many examples for the curvature.
-        forward: forward(model, batch) gives (outputs, targets) for batches that are not pairs or dictionaries.
-        probe_forward: The same for the memory's probe, as for `memory.drift`.
-        likelihood: What the new outputs mean, where that is not what the memory's likelihood says.
-        progress: Whether long work shows a bar.
+        memory: A memory of the model before fine-tuning, made by one of the Laplace methods. It is not modified.
+        batches: The new data, in any form that `memory.consolidate` accepts.
+        strength: Factor of the old curvature. Defaults to 1, the Laplace approximation of training on both datasets.
+        scale: Factor of the repaired update.
+        tolerance: Instead of `strength`: use the largest strength at which the loss on a held-out part of the batches
+            increases by at most this many nats per example.
+        budget: Instead of `strength`: use the smallest strength at which the measured drift is at most this many nats
+            per example. Requires a memory with a probe.
+        rank: Truncate adapters to this rank if it is lower than their own.
+        examples: Number of examples in the new data, if `batches` contains only some of them.
+        limit: Use at most this many examples to measure the curvature.
+        forward: `forward(model, batch)` returns `(outputs, targets)`. Needed for batches that are neither pairs nor
+            dictionaries.
+        probe_forward: The `forward` of the memory's probe, as for `memory.drift`.
+        likelihood: Likelihood of the new data. Defaults to that of the memory.
+        progress: Show progress bars.
 
     Returns:
-        The repair, which can move the model along the path or undo it.
+        The repair, which can move the model along the path of strengths, or undo it.
 
     Raises:
-        LimpetError: Where memory, model and batches do not fit together.
+        LimpetError: If memory, model, batches and options do not fit together.
+        UnsupportedError: If the memory has no curvature (Synaptic Intelligence), or is sharded.
 
-    >>> import limpet
-    >>> _ = torch.manual_seed(0)
-    >>> model = torch.nn.Linear(4, 3)
-    >>> old, new = ([(torch.randn(60, 4), torch.randint(0, 3, (60,)))] for _ in range(2))
-    >>> memory = limpet.OnlineLaplace(model)
-    >>> memory.consolidate(old)
-    >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    >>> for x, y in new * 20:
-    ...     optimizer.zero_grad()
-    ...     torch.nn.functional.cross_entropy(model(x), y).backward()
-    ...     optimizer.step()
-    >>> before = float(memory.forecast())
-    >>> repaired = limpet.repair(model, memory, new, strength=1.0)
-    >>> repaired
-    <Repair strength=1 scale=1 blocks=1>
-    >>> memory.forecast() < before / 2
-    True
-    >>> _ = repaired.undo()
+    Examples:
+        >>> import limpet
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Linear(4, 3)
+        >>> old, new = ([(torch.randn(60, 4), torch.randint(0, 3, (60,)))] for _ in range(2))
+        >>> memory = limpet.OnlineLaplace(model)
+        >>> memory.consolidate(old)
+        >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        >>> for x, y in new * 20:
+        ...     optimizer.zero_grad()
+        ...     torch.nn.functional.cross_entropy(model(x), y).backward()
+        ...     optimizer.step()
+        >>> before = float(memory.forecast())
+        >>> repaired = limpet.repair(model, memory, new, strength=1.0)
+        >>> repaired
+        <Repair strength=1 scale=1 blocks=1>
+        >>> memory.forecast() < before / 2
+        True
+        >>> _ = repaired.undo()
     """
     if sum(choice is not None for choice in (strength, tolerance, budget)) > 1:
-        raise LimpetError("strength=, tolerance= and budget= each say how far to go: give one of them")
+        raise LimpetError("strength=, tolerance= and budget= are alternatives: pass only one of them")
     rank = None if rank is None else positive_whole("rank", rank)
     scale = finite_number("scale", scale)
     for name, value in (("strength", strength), ("tolerance", tolerance), ("budget", budget)):
@@ -135,14 +140,16 @@ def repair(
             with preserve_state(own.model):
                 return fisher.loss_scale * look.loss({})
 
-        if not math.isfinite(loss()):  # measured before anything moves, so that targets are drawn from the tuned model
-            raise LimpetError("the loss on the new data is not finite: look for inf or nan, or for missing targets")
+        if not math.isfinite(loss()):  # before any weight moves, so that sampled targets come from the tuned model
+            raise LimpetError("the loss on the new data is not finite: check the data for inf, nan or missing targets")
 
         def drift() -> float:
             found, ranks = own.drift(forward=probe_forward), current()
             if ranks is None:
                 return float(found)
-            total, examples = ranks.numbers(float(found) * found.examples, found.examples)  # each rank has its probe
+            total, examples = ranks.numbers(
+                float(found) * found.examples, found.examples
+            )  # every rank has its own probe
             return total / examples
 
         measures = Measures(forecast=lambda: float(own.forecast()), loss=loss, drift=drift if own.probes else None)
@@ -161,14 +168,16 @@ def repair(
 
 
 def _usable(memory: Memory, model: nn.Module) -> Laplace:
-    """The memory, for this very model."""
+    """Check that the memory can be used for a repair, and bind it to `model` if it was made for another copy."""
     if not isinstance(memory, Laplace):
         raise UnsupportedError(
-            f"{type(memory).__name__} measures no curvature, which repair needs: use limpet.OnlineLaplace"
+            f"{type(memory).__name__} measures no curvature, which repair requires: use limpet.OnlineLaplace"
         )
     if not memory.tasks:
-        raise LimpetError("this memory knows no task yet: call memory.consolidate(old_batches) before the fine-tune")
-    memory._refuse_inside_protect()
+        raise LimpetError(
+            "this memory has no consolidated task: call memory.consolidate(old_batches) before fine-tuning"
+        )
+    memory._reject_inside_protect()
     memory._reject_sharded("repair")
     _warn_of_merged(model)
     if memory.model is unwrapped(model):
@@ -182,7 +191,7 @@ def _usable(memory: Memory, model: nn.Module) -> Laplace:
 def _warn_of_merged(model: nn.Module) -> None:
     if any(getattr(module, "merged_adapters", None) for module in model.modules()):
         warn(
-            "adapters are merged, so what is repaired is the weight that they are merged into: keep the merged model "
+            "adapters are merged, so the repair changes the merged base weights: keep the merged model "
             "(merge_and_unload), or call unmerge_adapter() before the repair",
             LimpetWarning,
         )
@@ -197,12 +206,12 @@ def _new_fisher(
     likelihood: str | Likelihood | None,
     progress: bool,
 ) -> Fisher:
-    """The Fisher of the new data, of the blocks that training has moved."""
+    """Measure the Fisher of the new data for the blocks that training has moved."""
     known = {name: held for name, held in memory.posterior.held.items() if held.tasks}
     moved = {name for one in displacements(memory.model, known) for name in one.block.parameters}
     if not moved:
         raise LimpetError(
-            "the model's weights equal the memory's mean, so there is nothing to repair: give the tuned model"
+            "the model's weights equal the memory's mean, so there is nothing to repair: pass the tuned model"
         )
     blocks = [block for block in memory._planned(also=moved) if moved.issuperset(block.parameters)]
     one_pass = FisherPass(
@@ -219,17 +228,22 @@ def _new_fisher(
 
 
 def fisher_likelihood(memory: Memory, likelihood: str | Likelihood | None) -> Likelihood:
-    """What the new outputs mean."""
+    """Return the likelihood of the new data: the given one, or that of the memory."""
     return memory.likelihood if likelihood is None else resolve(likelihood)
 
 
 class HeldOutSplit:
-    """Batches, of which one in five is held out (or, where there is one alone, a fifth of its rows)."""
+    """Iterable over batches that holds out a fifth of the first batch and every fifth batch, about 1000 rows at most.
+
+    Args:
+        batches: The batches.
+        hold_out: Whether to hold any out. Otherwise all batches are passed on.
+    """
 
     def __init__(self, batches: Iterable[Any], *, hold_out: bool) -> None:
         check_batches(batches)
         self.batches, self.hold_out = batches, hold_out
-        # by these, loaders are found to be random, and are left as they were
+        # the pass looks these up to restore the random state of the loader
         self.sampler, self.batch_sampler, self.generator = (
             getattr(batches, name, None) for name in ("sampler", "batch_sampler", "generator")
         )
@@ -238,12 +252,12 @@ class HeldOutSplit:
         self._rows = {"held": 0, "passed": 0}
         total = counted_examples(batches)
         if total is not None:
-            self.examples = total  # what `limit` scales up to
+            self.examples = total  # read by the pass, which scales up to it with `limit`
 
     def __iter__(self) -> Iterator[Any]:
         if self._read and isinstance(self.batches, Iterator):
             raise CurvatureError(
-                "these batches have to be read a second time, and can be read only once: give a loader or a list"
+                "the batches must be read a second time, but an iterator can be read only once: pass a loader or a list"
             )
         self._read = True
         self.held, self._rows = [], {"held": 0, "passed": 0}
@@ -253,7 +267,7 @@ class HeldOutSplit:
                 yield self._passed(batch, size)
             elif number % HELD_OUT == HELD_OUT - 1 or (number == 1 and not self.held):
                 self._hold(batch, size)
-            elif number == 0 and size >= HELD_OUT:  # so that even a single batch leaves something to look at
+            elif number == 0 and size >= HELD_OUT:  # so that a single batch also has a held-out part
                 cut = size - size // HELD_OUT
                 self._hold(part(batch, slice(cut, None)), size - cut)
                 yield self._passed(part(batch, slice(0, cut)), cut)
@@ -270,7 +284,7 @@ class HeldOutSplit:
 
     @property
     def share(self) -> float:
-        """The share of the rows that went into the pass, on all ranks."""
+        """Fraction of the rows, over all ranks, that were passed on rather than held out."""
         passed, held = self._rows["passed"], self._rows["held"]
         ranks = current()
         if ranks is not None:

@@ -1,4 +1,4 @@
-"""A memory from its state: what `limpet.load` makes of a file, and how a memory is taken to another copy of a model."""
+"""Build a memory from a state dict: for `limpet.load`, and to move a memory to another copy of its model."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
     from limpet.io.state import State
 
 ARGUMENTS = {"max_side": "max_factor_size", "at_rest": "storage_dtype"}
-"""Settings that a file has under other names than the arguments of a memory."""
+"""Settings whose names in files differ from the constructor arguments."""
 
 
 def restored(state: State, model: nn.Module, likelihood: Likelihood | None = None) -> Memory:
-    """The memory that has this state, for a model built as the one that it was made for.
+    """Build the memory that a state dict describes.
 
     Args:
-        state: What `memory.state_dict()` gave.
-        model: The model.
-        likelihood: A likelihood of your own, which no state describes.
+        state: A state returned by `memory.state_dict()`.
+        model: A model with the same architecture as the one the memory was made for.
+        likelihood: The likelihood, required if the memory was made with a custom one.
 
     Returns:
-        A memory of the same method and settings. It shares the state's tensors, which never change.
+        A memory of the same method and settings. It shares the state's tensors, which are never modified in place.
 
     Raises:
-        MemoryFileError: Where the state is damaged, or was made for another model.
+        MemoryFileError: If the state is corrupted, or was made for another model.
     """
     from limpet.methods import state_dict
 
     content = state_dict.Content.of(state)
     settings: dict[str, Any] = content.metadata["settings"]
     with state_dict.rejecting_damage(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", LimpetWarning)  # said when the memory was made
+        warnings.simplefilter("ignore", LimpetWarning)  # they were issued when the memory was created
         kind = METHODS[state_dict.Settings(content).choice("method", METHODS)]
         settings = {ARGUMENTS.get(name, name): value for name, value in settings.items()}
         wanted = inspect.signature(kind.__init__).parameters.keys() & settings.keys()

@@ -1,7 +1,7 @@
-"""Keep a memory in a file, and bring it back.
+"""Convert a memory to a state dict and back, and read and write it as a file.
 
-What the file says about itself: method, structure, strength, prior, likelihood, examples and tasks seen, the layer map,
-the library's version. `limpet.io.tensor_file` says how it is written.
+The metadata record method, structure, strength, prior, likelihood, examples and tasks seen, the layer map and the
+version of the library. `limpet.io.tensor_file` defines the file format.
 """
 
 from __future__ import annotations
@@ -30,24 +30,29 @@ from limpet.version import __version__
 FORMAT = "limpet memory"
 NEVER_NEGATIVE = ("diagonal", "diagonal.weighted", "eigenvalues", "eigenvalues.weighted", "trace")
 PROBE = "probe/"
-"""What the names of a probe's tensors begin with."""
+"""Prefix of the names of a probe's tensors."""
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Content:
-    """A state, unpacked."""
+    """A state with its metadata decoded.
+
+    Attributes:
+        metadata: The decoded metadata.
+        tensors: The tensors by name.
+    """
 
     metadata: dict[str, Any]
     tensors: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, state: State) -> Content:
-        """Unpack a state."""
+        """Decode a state; raises MemoryFileError if it is not the state of a memory."""
         with rejecting_damage():
             metadata = json.loads(state["metadata"], parse_constant=tensor_file.no_constant)
             if not isinstance(metadata, dict) or not isinstance(metadata.get("settings"), dict):
-                raise ValueError("its metadata are not ours")
+                raise ValueError("the metadata are not those of a limpet memory")
             return cls(metadata, state["tensors"])
 
 
@@ -57,7 +62,17 @@ class Content:
 def collect(
     posterior: Posterior, settings: dict[str, Any], proximal: ProximalState | None, extra: Mapping[str, Tensor]
 ) -> State:
-    """The state of a memory. Its tensors are the memory's own, which never change."""
+    """Collect the state of a memory. If the memory is sharded, this is a collective.
+
+    Args:
+        posterior: Mean and precision of every block.
+        settings: The settings of the memory.
+        proximal: State of the running protection, if any.
+        extra: Tensors of the method that are not part of a block.
+
+    Returns:
+        The state. It shares the memory's tensors, which are never modified in place.
+    """
     sharding = posterior.sharding
     tensors = {f"extra/{name}": tensor.clone() for name, tensor in extra.items()}
     blocks = []
@@ -98,7 +113,7 @@ def collect(
         "constant": posterior.constant,
         "proximal": running,
     }
-    # what is zero everywhere may be one number that stands for many
+    # zero tensors may be expanded views of a single number
     solid = {name: tensor.contiguous() for name, tensor in tensors.items()}
     return {"metadata": json.dumps(metadata, allow_nan=False), "tensors": solid}
 
@@ -108,85 +123,97 @@ def collect(
 
 @contextmanager
 def rejecting_damage() -> Iterator[None]:
-    """Whatever goes wrong while a state is read is the state's fault, and said so."""
+    """Turn any error raised while reading a state into a MemoryFileError."""
     try:
         yield
     except MemoryFileError:
         raise
     except (LimpetError, KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, OverflowError) as e:
-        raise MemoryFileError(f"the memory is damaged, or not one of ours: {type(e).__name__}: {e}") from e
+        raise MemoryFileError(f"not a limpet memory, or a corrupted one: {type(e).__name__}: {e}") from e
 
 
 class Settings:
-    """The settings of a state, each checked for what it has to be."""
+    """Typed access to the settings of a state; every getter raises if a value has the wrong type.
+
+    Args:
+        content: The decoded state.
+    """
 
     def __init__(self, content: Content) -> None:
         self._values: Mapping[str, Any] = content.metadata["settings"]
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number >= 0; the default where an older file does not have it."""
+        """Return a finite number >= 0, or the default if an older file does not have it."""
         return finite_number(name, self._values.get(name, default))
 
     def whole(self, name: str) -> int:
-        """A whole number >= 0."""
+        """Return an integer >= 0."""
         return whole_number(name, self._values[name])
 
     def flag(self, name: str) -> bool:
-        """Yes or no; no where an older file does not have it."""
+        """Return a bool, False if an older file does not have it."""
         value = self._values.get(name, False)
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be true or false, not {value!r}")
         return value
 
     def choice(self, name: str, choices: Collection[str]) -> str:
-        """One of some words."""
+        """Return a string that must be one of `choices`."""
         value = self._values[name]
         if not isinstance(value, str) or value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
         return value
 
     def names(self, name: str) -> list[str]:
-        """A list of names."""
+        """Return a list of strings."""
         value = self._values[name]
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise ValueError(f"{name} must be a list of names, not {value!r}")
         return value
 
     def list(self, name: str) -> Sequence[Any]:
-        """A list; empty where an older file does not have it."""
+        """Return a list, empty if an older file does not have it."""
         value = self._values.get(name, [])
         if not isinstance(value, list):
             raise ValueError(f"{name} must be a list, not {value!r}")
         return value
 
     def part(self, name: str) -> Mapping[str, Any] | None:
-        """A group of further settings, or None."""
+        """Return a nested mapping of settings, or None."""
         value = self._values.get(name)
         if value is not None and not isinstance(value, Mapping):
-            raise ValueError(f"{name} must be a group of settings, not {value!r}")
+            raise ValueError(f"{name} must be a mapping of settings, not {value!r}")
         return value
 
 
 def check_settings(content: Content, expected: Mapping[str, Any]) -> None:
-    """Refuse a state that another kind of memory made."""
+    """Check that a state was made by the same kind of memory.
+
+    Args:
+        content: The decoded state.
+        expected: The required values by setting.
+
+    Raises:
+        MemoryFileError: If a setting differs.
+    """
     with rejecting_damage():
         for name, value in expected.items():
             found = content.metadata["settings"][name]
             if found != value:
                 raise MemoryFileError(
-                    f"the memory has {name} {found!r}, this one is {value!r}: use limpet.load(path, model), which "
-                    "makes the right one"
+                    f"the state has {name} {found!r}, but this memory has {value!r}: use limpet.load(path, model), "
+                    "which creates the right memory"
                 )
 
 
 def direct_parameters(content: Content) -> set[str]:
-    """The parameters that were found to be used by no layer class."""
+    """Return the parameters that were measured per sample."""
     with rejecting_damage():
         return {p for block in content.metadata["blocks"] if block["kind"] == PER_SAMPLE for p in block["parameters"]}
 
 
 def parameter_names(content: Content) -> set[str]:
-    """The parameters that the state speaks of."""
+    """Return the parameters of all blocks in the state."""
     with rejecting_damage():
         return {p for block in content.metadata["blocks"] for p in block["parameters"]}
 
@@ -194,10 +221,19 @@ def parameter_names(content: Content) -> set[str]:
 def restore(
     content: Content, blocks: Sequence[Block], posterior: Posterior
 ) -> tuple[dict[str, BlockPosterior], float, ProximalState | None, dict[str, Tensor]]:
-    """The blocks, constant, running protection and a method's own tensors, on the model's devices.
+    """Restore the blocks of a state on the model's devices. If the model is sharded, each rank restores its own.
 
-    `blocks` are those of the model; where they differ from the state's, the error says in what. Of a model in pieces,
-    every rank restores the blocks that it keeps.
+    Args:
+        content: The decoded state.
+        blocks: The blocks of the model.
+        posterior: The posterior to restore for. It is not modified.
+
+    Returns:
+        The posterior of every block by name, the constant of the penalty, the state of the running protection (None
+        if there is none), and the extra tensors of the method.
+
+    Raises:
+        MemoryFileError: If the state is corrupted, or its blocks differ from those of the model.
     """
     with rejecting_damage():
         metadata, sharding = content.metadata, posterior.sharding
@@ -211,7 +247,7 @@ def restore(
             if block is None or block.kind != entry["kind"] or list(block.shape) != entry["shape"]:
                 raise MemoryFileError(
                     f"{entry['name']}: the memory has {', '.join(entry['parameters'])} as one {entry['kind']} block, "
-                    "and the model uses them in another way: load it into a model built as the one it was made for"
+                    "but the model uses them differently: load it into a model with the original architecture"
                 )
             if block in kept:
                 held[block.name] = _restore_block(entry, block, tensors, posterior)
@@ -224,12 +260,12 @@ def restore(
         extra = {key.removeprefix("extra/"): tensors.take(key) for key in tensors.under("extra/")}
         left = tensors.under("")
         if left:
-            raise MemoryFileError(f"tensors that belong to no block: {', '.join(left[:3])}")
+            raise MemoryFileError(f"tensors that do not belong to any block: {', '.join(left[:3])}")
         return held, signed_number("constant", metadata["constant"]), proximal, extra
 
 
 def _compare(entries: Sequence[Mapping[str, Any]], posterior: Posterior) -> None:
-    """Say what the memory knows that the model does not have, or has in another shape."""
+    """Raise if the model lacks a parameter of the memory, or has it in another shape."""
     weights = posterior.parameters()
     missing, other = [], []
     for entry in entries:
@@ -237,7 +273,7 @@ def _compare(entries: Sequence[Mapping[str, Any]], posterior: Posterior) -> None
             if name not in weights:
                 missing.append(name)
             elif list(weights[name].shape) != shape:
-                other.append(f"{name} is {tuple(weights[name].shape)}, in the memory {tuple(shape)}")
+                other.append(f"{name} has shape {tuple(weights[name].shape)}, in the memory {tuple(shape)}")
     parts = []
     if missing:
         parts.append(f"the model has no {', '.join(missing[:5])}" + (" and more" if len(missing) > 5 else ""))
@@ -245,37 +281,42 @@ def _compare(entries: Sequence[Mapping[str, Any]], posterior: Posterior) -> None
         parts.append("; ".join(other[:5]) + (" and more" if len(other) > 5 else ""))
     if parts:
         raise MemoryFileError(
-            f"the memory was made for another model: {'; '.join(parts)}. Load it into a model built as that one was"
+            f"the memory was made for another model: {'; '.join(parts)}. Load it into a model with the original "
+            "architecture"
         )
 
 
 class Untaken:
-    """The tensors of a state that nobody has taken yet."""
+    """The tensors of a state that have not been used yet.
+
+    Args:
+        tensors: All tensors of the state.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors, self._names = tensors, set(tensors)
 
     def under(self, prefix: str) -> list[str]:
-        """Their names, as far as they begin so."""
+        """Return the sorted names of the unused tensors with this prefix."""
         return sorted(name for name in self._names if name.startswith(prefix))
 
     def take(self, name: str) -> Tensor:
-        """One of them."""
+        """Return a tensor and mark it as used; raises MemoryFileError if it is missing."""
         self.expect(name)
         self._names.remove(name)
         return self._tensors[name]
 
     def expect(self, *names: str) -> None:
-        """Refuse a state that lacks one of these."""
+        """Raise MemoryFileError if one of these tensors is missing."""
         missing = [name for name in names if name not in self._names]
         if missing:
             raise MemoryFileError(
-                f"the tensor {missing[0]} is missing. A checkpoint of torch.distributed.checkpoint is read by "
-                "limpet.load(folder, model), which looks what is there first"
+                f"the tensor {missing[0]} is missing. Read a torch.distributed.checkpoint folder with "
+                "limpet.load(folder, model), which finds out first what it contains"
             )
 
     def leave(self, prefix: str) -> None:
-        """These are for another rank."""
+        """Skip the tensors with this prefix, which belong to another rank."""
         self._names.difference_update(self.under(prefix))
 
 
@@ -287,12 +328,12 @@ def _restore_block(entry: Mapping[str, Any], block: Block, tensors: Untaken, pos
     def take(key: str) -> Tensor:
         tensor = tensors.take(prefix + key)
         if tensor.dtype not in DTYPES:
-            raise ValueError(f"{prefix}{key} is of {tensor.dtype}")
+            raise ValueError(f"{prefix}{key} has the unsupported dtype {tensor.dtype}")
         if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{block.name} holds inf or nan")
+            raise ValueError(f"{prefix}{key} contains inf or nan")
         return tensor.to(weight.device, dtype)
 
-    tensors.expect(*(prefix + key for key in entry.get("tensors", ())))  # files of before 0.1 do not list them
+    tensors.expect(*(prefix + key for key in entry.get("tensors", ())))  # files from before 0.1 do not list them
     mean = take("mean")
     linear_term = take("slope") if tensors.under(f"{prefix}slope") else None
     for name, tensor in (("mean", mean), ("slope", linear_term)):
@@ -304,10 +345,10 @@ def _restore_block(entry: Mapping[str, Any], block: Block, tensors: Untaken, pos
         square = tensor.dim() >= 2 and (key.startswith(("terms.", "matrix")))
         entries = tensor.diagonal(dim1=-2, dim2=-1) if square else tensor
         if (square or key.endswith(NEVER_NEGATIVE)) and bool((entries < 0).any()):
-            raise ValueError(f"{inner}{key} is negative somewhere")
+            raise ValueError(f"{inner}{key} has negative entries")
     kind = STRUCTURES[entry["structure"]]
     if kind.structure != posterior.structure.of(block):
-        raise ValueError(f"{block.name} is {kind.structure}, expected {posterior.structure.of(block)}")
+        raise ValueError(f"{block.name} has structure {kind.structure}, expected {posterior.structure.of(block)}")
     tasks = whole_number("tasks", entry["tasks"])
     return BlockPosterior(block, mean, kind.restore(block.shape, kept, entry["precision"]), linear_term, tasks)
 
@@ -347,23 +388,52 @@ def _restore_proximal(
 
 
 def write(path: str | Path, state: State) -> None:
-    """Write a state; the file appears whole or not at all."""
+    """Write a state to a file, atomically.
+
+    Args:
+        path: Path of the file.
+        state: The state.
+    """
     tensor_file.write(path, FORMAT, json.loads(state["metadata"]), state["tensors"])
 
 
 def write_together(path: str | Path, state: State, ranks: Ranks) -> None:
-    """Write the state of which every rank has its part into one file, as one process would have written it."""
+    """Write a sharded state to a single file, identical to one written by a single process. A collective.
+
+    Args:
+        path: Path of the file, on a file system that all ranks share.
+        state: This rank's part of the state.
+        ranks: The process group.
+    """
     sharded_tensor_file.write(path, FORMAT, json.loads(state["metadata"]), state["tensors"], ranks)
 
 
 def read(path: str | Path) -> State:
-    """Read a state, after every check that needs no model. Its tensors come from the file when they are asked for."""
+    """Read a state from a file, with all checks that need no model.
+
+    Args:
+        path: Path of the file.
+
+    Returns:
+        The state. Its tensors are read lazily.
+
+    Raises:
+        MemoryFileError: If the file is not a limpet memory, or is corrupted.
+    """
     described, tensors = tensor_file.read(path, FORMAT)
     return {"metadata": json.dumps(described), "tensors": tensors}
 
 
 def read_probes(settings: Settings, tensors: dict[str, Tensor]) -> tuple[Probe, ...]:
-    """The probes of a state."""
+    """Restore the probes of a state.
+
+    Args:
+        settings: The settings of the state.
+        tensors: The extra tensors of the state.
+
+    Returns:
+        The probes.
+    """
     metadata = settings.list("probes")
     if not metadata:
         return ()

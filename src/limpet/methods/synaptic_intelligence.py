@@ -1,4 +1,4 @@
-"""Synaptic Intelligence (Zenke, Poole, Ganguli 2017): importance by how much a weight did for the loss on its way."""
+"""Synaptic Intelligence (Zenke, Poole, Ganguli 2017): importance by contribution to the fall of the loss."""
 
 from __future__ import annotations
 
@@ -23,29 +23,45 @@ if TYPE_CHECKING:
 
 
 class SynapticIntelligence(Memory):
-    """Loss + strength sum_k Omega_k (w_k - mean_k)^2, with the path integral of the loss gradient as importance.
+    """Synaptic Intelligence: a diagonal penalty whose importances are path integrals of the loss gradient.
 
+        loss + strength sum_k Omega_k (w_k - mean_k)^2
         omega_k = - sum over steps of g_k (change of w_k)
         Omega_k <- max(0, Omega_k + omega_k / ((change of w_k over the task)^2 + damping))
 
-    g is the gradient of the loss alone, before any penalty. Here the penalty is divided by the examples N of the task
-    that is being learned, so the importance of a task is kept times its own N; for tasks of one size that is the
-    original. Everything happens under `protect`, the first task included; `consolidate` needs no data.
+    g is the gradient of the loss alone, without the penalty. limpet divides the penalty by the number of examples N of
+    the task being learned, so the importances of a task are multiplied by its own N; for tasks of equal size this is
+    the original method. The importances are measured during training, so every task, the first one included, must be
+    trained under `protect`; `consolidate` needs no data.
 
-    >>> import torch, limpet
-    >>> _ = torch.manual_seed(0)
-    >>> model = torch.nn.Linear(3, 2)
-    >>> x, y = torch.randn(20, 3), torch.randint(0, 2, (20,))
-    >>> memory = limpet.SynapticIntelligence(model, strength=0.1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> with memory.protect(optimizer, examples=20):
-    ...     for _ in range(5):
-    ...         optimizer.zero_grad()
-    ...         torch.nn.functional.cross_entropy(model(x), y).backward()
-    ...         optimizer.step()
-    >>> memory.consolidate()
-    >>> memory.tasks
-    1
+    Args:
+        model: The model to protect. Wrappers (torch.compile, DistributedDataParallel, PEFT) are unwrapped.
+        strength: Factor of the importances of each task.
+        damping: Added to the squared change of each weight, which keeps importances finite. Must be positive.
+        prior_precision: Precision of the isotropic Gaussian prior over the weights.
+        prior_mean: Mean of the prior: "zero", or "initial" for the weights that the model has now.
+        exclude: Parameters to leave unprotected: names of parameters or modules, patterns, modules or parameters.
+
+    Raises:
+        TypeError: If `model` is not a `torch.nn.Module`.
+        ValueError: If an option has an invalid value.
+        UnsupportedError: If the model is sharded, scripted or has uninitialized parameters.
+
+    Examples:
+        >>> import torch, limpet
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Linear(3, 2)
+        >>> x, y = torch.randn(20, 3), torch.randint(0, 2, (20,))
+        >>> memory = limpet.SynapticIntelligence(model, strength=0.1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with memory.protect(optimizer, examples=20):
+        ...     for _ in range(5):
+        ...         optimizer.zero_grad()
+        ...         torch.nn.functional.cross_entropy(model(x), y).backward()
+        ...         optimizer.step()
+        >>> memory.consolidate()
+        >>> memory.tasks
+        1
     """
 
     method = "synaptic-intelligence"
@@ -77,7 +93,7 @@ class SynapticIntelligence(Memory):
         reject_sharded(self.posterior.sharding, "Synaptic Intelligence", "use limpet.OnlineLaplace")
 
     def _planned(self, also: Any = ()) -> list[Block]:
-        """Every parameter is a block of its own: importance is counted weight by weight, whatever the layer."""
+        """Return one block per parameter: importances are per weight, whatever the layer."""
         return [
             direct(name, parameter.shape)
             for name, parameter in named_parameters(self.model).items()
@@ -107,20 +123,35 @@ class SynapticIntelligence(Memory):
         checkpoint: Any = None,
         probe: int | None = None,
     ) -> None:
-        """Take the task in that was just learned under `protect`.
+        """Consolidate the task that was just learned under `protect`.
 
-        No data are needed: what the other methods take is accepted, so that one loop serves them all, and not used.
+        No data are needed. The arguments of the other methods are accepted and ignored, so that the same training loop
+        works for all methods.
+
+        Args:
+            batches: Ignored.
+            examples: Ignored; `protect` has the number of examples.
+            limit: Ignored.
+            forward: Ignored.
+            progress: Ignored.
+            checkpoint: Ignored.
+            probe: Must be None: probes are not supported.
+
+        Raises:
+            LimpetError: If no optimizer step was observed since the last task, or if called inside
+                `with memory.protect(...)`.
+            UnsupportedError: If `probe` is given.
         """
-        self._refuse_inside_protect()
+        self._reject_inside_protect()
         if probe is not None:
             raise UnsupportedError(
-                "Synaptic Intelligence reads no data, so it keeps no probe: use limpet.OnlineLaplace"
+                "Synaptic Intelligence reads no data, so it does not support probe=: use limpet.OnlineLaplace"
             )
         watch = self._watch
         if watch is None or not watch.steps:
             raise LimpetError(
-                "no step was seen since the last task: Synaptic Intelligence learns its importances during training, "
-                "so train every task, the first one too, inside `with memory.protect(optimizer, examples=N):`"
+                "no optimizer step since the last task: Synaptic Intelligence measures importances during training, so "
+                "train every task, including the first, inside `with memory.protect(optimizer, examples=N):`"
             )
         weights = self.posterior.parameters()
         held_now = dict(self.posterior.held)
@@ -129,7 +160,7 @@ class SynapticIntelligence(Memory):
                 continue
             change = weights[name].detach().to(watch.start[name].dtype) - watch.start[name]
             importance = watch.path[name] / (change.square() + self.damping)
-            # the penalty is 1/2 L d^2 / N, that of the paper strength * Omega d^2
+            # the penalty is 1/2 L d^2 / N, the paper's is strength * Omega d^2
             term = held.block.matrix([2 * watch.examples * importance])
             precision = held.precision.add(DiagonalTerm(_kept_positive(term, held, self._strength)), self._strength)
             mean = held.matrix(weights).detach().clone()
@@ -163,15 +194,15 @@ class SynapticIntelligence(Memory):
         for key, tensor in tensors.items():
             kind, _, name = key.removeprefix("watch.").partition(".")
             if kind not in ("path", "start") or name not in weights or weights[name].shape != tensor.shape:
-                raise MemoryFileError(f"{key} fits no parameter of the model")
+                raise MemoryFileError(f"{key} does not match any parameter of the model")
             (watch.path if kind == "path" else watch.start)[name] = tensor.to(weights[name].device)
         if watch.path.keys() != watch.start.keys():
-            raise MemoryFileError("the path integral of the task being learned is not whole")
+            raise MemoryFileError("the path integral of the current task is incomplete")
         return {"_watch": watch}
 
 
 def _kept_positive(term: Tensor, held: BlockPosterior, strength: float) -> Tensor:
-    """The term, raised to where neither the sum of importances nor that times the strengths falls below zero."""
+    """Clamp the term from below so that neither the sum of importances nor its weighted sum becomes negative."""
     precision = held.precision
     assert isinstance(precision, Diagonal)
     term = torch.maximum(term, -precision.values.plain)
@@ -179,7 +210,15 @@ def _kept_positive(term: Tensor, held: BlockPosterior, strength: float) -> Tenso
 
 
 class Watch:
-    """The path integral of one task, step by step."""
+    """Step observer that accumulates the path integral of one task.
+
+    Args:
+        parameters: The model's parameters by name.
+        path: The path integral omega so far, by parameter.
+        start: The weights at the start of the task, by parameter.
+        steps: Number of steps so far.
+        examples: Number of examples in the task.
+    """
 
     def __init__(
         self,
@@ -196,11 +235,11 @@ class Watch:
         self.steps = steps
         self.examples = examples
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
-        self._end: Tensor | None = None  # where the path was left
+        self._end: Tensor | None = None  # fingerprint of the weights when `protect` was last left
 
     @classmethod
     def begin(cls, parameters: dict[str, nn.Parameter], names: list[str]) -> Watch:
-        """Nothing walked yet."""
+        """Start a path integral of zero at the current weights."""
         start = {}
         for name in names:
             weight = parameters[name].detach()
@@ -208,11 +247,11 @@ class Watch:
         return cls(parameters, {name: torch.zeros_like(tensor) for name, tensor in start.items()}, start)
 
     def leave(self) -> None:
-        """The body ends here; another one may go on."""
+        """Record the weights at the end of a `protect` block; a later block may continue the path."""
         self._end = self._place(self.parameters)
 
     def left_behind(self, parameters: dict[str, nn.Parameter]) -> bool:
-        """Whether the weights are not where the path ended: they were put back, and it leads nowhere any more."""
+        """Whether the weights have changed since `leave` (were reset, for example), so that the path is invalid."""
         return self._end is not None and not torch.allclose(self._end, self._place(parameters), rtol=1e-9, atol=0.0)
 
     def _place(self, parameters: dict[str, nn.Parameter]) -> Tensor:
@@ -220,7 +259,7 @@ class Watch:
         return torch.stack([number.cpu() for weight in known for number in (weight.sum(), weight.square().sum())])
 
     def before_step(self, gradients: dict[str, Tensor]) -> None:
-        """Remember gradient and weights."""
+        """Store the gradients and weights before the step."""
         self._before = {
             name: (gradient.detach().clone(), self.parameters[name].detach().clone())
             for name, gradient in gradients.items()
@@ -228,7 +267,7 @@ class Watch:
         }
 
     def after_step(self) -> None:
-        """omega -= g * (what the step changed)."""
+        """Update the path integral: omega -= g * (change of w in this step)."""
         for name, (gradient, before) in self._before.items():
             path = self.path[name]
             change = self.parameters[name].detach().to(path.dtype) - before.to(path.dtype)

@@ -1,4 +1,4 @@
-"""The user's model: its parameters and blocks by name, its batches, its adapters, and calls that leave it unchanged."""
+"""Access to the user's model: parameter names, blocks, batches, adapters, and contexts that preserve its state."""
 
 from limpet.model.batch import Forward, call, counted_examples, part, prepared
 from limpet.model.blocks import PER_SAMPLE, Block, discover, unwrapped

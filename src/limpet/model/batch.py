@@ -1,4 +1,4 @@
-"""Batches of any form: where their tensors go, how many examples they hold, and how a model is called on them."""
+"""Batches of any form: moving them to a device, counting their examples, and calling a model on them."""
 
 from __future__ import annotations
 
@@ -13,35 +13,47 @@ from torch.utils.data import BatchSampler, DataLoader
 from limpet.errors import CurvatureError, LimpetWarning, warn
 
 Forward = Callable[[nn.Module, Any], Any]
-"""forward(model, batch) -> (outputs, targets), or the outputs alone where no targets are needed."""
+"""forward(model, batch) -> (outputs, targets), or only the outputs if no targets are needed."""
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+"""Keys that are looked up, in this order, to find the targets of a dictionary batch."""
 
 
 def check_batches(batches: Any) -> None:
-    """Refuse what looks like one batch where many are expected."""
+    """Raise a `CurvatureError` if the argument is not iterable, or looks like a single batch."""
     if not isinstance(batches, Iterable):
         raise CurvatureError(
-            f"batches must be a loader, a list or another iterable of batches, not a {type(batches).__name__}"
+            f"batches must be a DataLoader, a list or another iterable of batches, not a {type(batches).__name__}"
         )
     pair = isinstance(batches, tuple) and all(isinstance(item, Tensor) for item in batches)
     if pair or isinstance(batches, Tensor | Mapping):
-        raise CurvatureError("this is one batch, not an iterable of batches: put it into a list, [(inputs, targets)]")
+        raise CurvatureError(
+            "batches is a single batch, not an iterable of batches: put it into a list, [(inputs, targets)]"
+        )
 
 
 def prepared(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on the device of the model, and every mapping a plain dictionary."""
+    """Move the tensors of a batch to a device, and convert every mapping to a plain dictionary.
 
-    def there(leaf: Any) -> Any:
+    Args:
+        batch: The batch.
+        device: Device of the model.
+
+    Returns:
+        The batch, with tensors that can be used in a backward pass.
+    """
+
+    def moved(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        # what was made under torch.inference_mode has no place in a backward pass
+        # tensors created under torch.inference_mode cannot be saved for a backward pass
         return leaf.to(device).clone() if leaf.is_inference() else leaf.to(device)
 
-    return tree_map(there, _plain(batch))
+    return tree_map(moved, _plain(batch))
 
 
 def _plain(batch: Any) -> Any:
+    """Convert every mapping in a batch to a plain dictionary."""
     if isinstance(batch, Mapping):
         return {key: _plain(value) for key, value in batch.items()}
     if type(batch) in (tuple, list):
@@ -50,20 +62,29 @@ def _plain(batch: Any) -> Any:
 
 
 def batch_size(batch: Any) -> int | None:
-    """The examples in a batch: the first dimension that all its tensors share; None where there is none."""
+    """Return the number of examples: the first dimension of all tensors of the batch, or None if it is not the same."""
     sizes = {leaf.shape[0] for leaf in tree_leaves(_plain(batch)) if isinstance(leaf, Tensor) and leaf.dim() > 0}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def part(batch: Any, examples: slice) -> Any:
-    """Some examples of a batch."""
+    """Return some examples of a batch.
+
+    Args:
+        batch: The batch.
+        examples: The examples to select along the first dimension of every tensor.
+
+    Returns:
+        A batch of the same form.
+    """
     return tree_map(lambda leaf: leaf[examples] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf, _plain(batch))
 
 
 class FirstBatches:
-    """The first examples that were read, to look at once more."""
+    """The first examples of a pass over the data, stored for reuse."""
 
     LIMIT = 1000
+    """Maximum number of examples stored."""
 
     def __init__(self) -> None:
         self.batches: list[Any] = []
@@ -71,7 +92,12 @@ class FirstBatches:
         self._next = 0
 
     def add(self, number: int, batch: Any) -> None:
-        """Keep batch `number`, or as many of its examples as are still wanted; one that is known is not kept twice."""
+        """Store a batch, or as many of its examples as the limit allows.
+
+        Args:
+            number: Index of the batch in the pass; a batch that was added before is not added again.
+            batch: The batch.
+        """
         if self.rows < self.LIMIT and number == self._next:
             self._next += 1
             size = batch_size(batch)
@@ -82,7 +108,7 @@ class FirstBatches:
             self.rows += 1 if size is None else min(size, wanted)
 
     def take(self, rows: int) -> list[Any]:
-        """So many examples; batches that cannot be cut are taken whole."""
+        """Return batches with the first `rows` examples; a batch of unknown size is not split and counts as one."""
         taken: list[Any] = []
         for batch in self.batches:
             if rows <= 0:
@@ -94,7 +120,19 @@ class FirstBatches:
 
 
 def call(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Any, Any]:
-    """Outputs and targets (None where there are none) of a batch."""
+    """Call a model on a batch.
+
+    Args:
+        model: The model.
+        batch: A pair (inputs, targets), a dictionary or a tensor; any batch that `forward` accepts if it is given.
+        forward: Function that computes outputs and targets; by default they are inferred from the batch.
+
+    Returns:
+        Outputs and targets; the targets are None if the batch has none.
+
+    Raises:
+        CurvatureError: If the form of the batch is not supported.
+    """
     if forward is not None:
         result = forward(model, batch)
         return result if isinstance(result, tuple) and len(result) == 2 else (result, None)
@@ -103,7 +141,7 @@ def call(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Any, An
     if isinstance(batch, Mapping):
         target = target_key(batch)
         if target is not None and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-            return _outputs(model(**batch)), batch[target]  # it makes the decoder's inputs from them
+            return _outputs(model(**batch)), batch[target]  # the model derives the decoder inputs from the labels
         if not hasattr(model, "config"):
             _warn_of_shifted_labels(batch, target)
         inputs = {key: value for key, value in batch.items() if key != target}
@@ -114,26 +152,32 @@ def call(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Any, An
         inputs, targets = batch
         return _outputs(model(**inputs) if isinstance(inputs, Mapping) else model(inputs)), targets
     raise CurvatureError(
-        f"a batch is a pair (inputs, targets), a dictionary or a tensor, not {_describe(batch)}: pass "
+        f"a batch must be a pair (inputs, targets), a dictionary or a tensor, not {_describe(batch)}: pass "
         "forward=lambda model, batch: (outputs, targets)"
     )
 
 
 def target_key(batch: Mapping[str, Any]) -> str | None:
-    """The key under which a batch has its targets."""
+    """Return the key of the targets in a batch, or None if it has none."""
     return next((key for key in TARGET_KEYS if key in batch), None)
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Whether a model is one of transformers' causal language models, whose outputs are for the next token."""
+    """Return whether a model is a causal language model of transformers, whose outputs predict the next token."""
     kinds = getattr(model, "loss_type", None), type(model).__name__
     return any(isinstance(kind, str) and kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
 
 
 def next_tokens(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """The outputs of a causal language model for every token but the last, and the tokens that come next.
+    """Compute the outputs of a causal language model at every token but the last, and the tokens that follow.
 
-    These are the labels where the batch has them; else all tokens that are no padding.
+    Args:
+        model: The language model.
+        batch: A batch with `input_ids` and, optionally, `attention_mask` and `labels`.
+
+    Returns:
+        Logits and targets. The targets are the shifted `labels` if the batch has them, otherwise the shifted
+        `input_ids` with -100 at padding.
     """
     labels = batch.get("labels")
     if labels is None:
@@ -145,7 +189,7 @@ def next_tokens(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Ten
 
 
 def without_padding(batch: Any) -> Tensor | None:
-    """Which positions of a batch are no padding, by its attention mask; None where all are or nothing is said."""
+    """Return a mask that is False at padding, from the attention mask; None if there is no padding or no mask."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if not isinstance(mask, Tensor) or mask.dim() != 2 or bool(mask.all()):
         return None
@@ -153,30 +197,38 @@ def without_padding(batch: Any) -> Tensor | None:
 
 
 def _warn_of_shifted_labels(batch: Mapping[str, Any], target_key: str | None) -> None:
-    """The labels of a causal language model stand one position further than its outputs."""
+    """Warn if a batch looks like one for a causal language model, whose labels have to be shifted by one position."""
     tokens, labels = batch.get("input_ids"), batch.get(target_key) if target_key else None
     if isinstance(tokens, Tensor) and isinstance(labels, Tensor) and tokens.shape == labels.shape:
         warn(
-            "labels are taken as they stand, one for each position; for a causal language model shift them: "
+            "labels are used without a shift, one per position; for a causal language model shift them: "
             "forward=lambda model, batch: (model(input_ids=batch['input_ids']).logits[:, :-1], batch['labels'][:, 1:])",
             LimpetWarning,
         )
 
 
 def _outputs(result: Any) -> Any:
-    """What a model gives; the logits where it gives a record with a field of that name."""
+    """Return the field `logits` of a model's result if it has one, otherwise the result itself."""
     if isinstance(result, Mapping) and "logits" in result:
         return result["logits"]
     return getattr(result, "logits", result)
 
 
 def _describe(batch: Any) -> str:
+    """Describe the type of a batch for an error message."""
     kind = type(batch).__name__
     return f"a {kind} of {len(batch)}" if isinstance(batch, tuple | list) else f"a {kind}"
 
 
 def counted_examples(batches: Iterable[Any]) -> int | None:
-    """How many examples there are, where a loader says so or a list can be gone through."""
+    """Count the examples of all batches; None if that is not possible without consuming the data.
+
+    Args:
+        batches: A DataLoader, a sequence of batches or another iterable.
+
+    Returns:
+        The size that `total_examples` finds, otherwise the total size of the batches if they are a sequence.
+    """
     total = total_examples(batches)
     if total is None and isinstance(batches, Sequence):
         sizes = [batch_size(batch) for batch in batches]
@@ -185,9 +237,9 @@ def counted_examples(batches: Iterable[Any]) -> int | None:
 
 
 def total_examples(batches: Iterable[Any]) -> int | None:
-    """How many examples a loader holds, where it can say so without being read.
+    """Return the number of examples of a loader if it is known without reading the data, otherwise None.
 
-    A loader of one's own says it with a whole number called `examples`.
+    A custom loader can provide it as an integer attribute `examples`.
     """
     stated = getattr(batches, "examples", None)
     if isinstance(stated, int):
@@ -195,7 +247,7 @@ def total_examples(batches: Iterable[Any]) -> int | None:
     if not isinstance(batches, DataLoader) or batches.drop_last or not hasattr(batches.dataset, "__len__"):
         return None
     if type(batches.batch_sampler) is not BatchSampler or batches.batch_sampler.sampler is not batches.sampler:
-        return None  # a batch sampler of one's own need not go through all of the data
+        return None  # a custom batch sampler may not visit all of the data
     try:
         return len(batches.sampler)  # type: ignore[arg-type]
     except TypeError:
@@ -203,13 +255,25 @@ def total_examples(batches: Iterable[Any]) -> int | None:
 
 
 def needed_total(batches: Iterable[Any], examples: int | None, limit: int | None) -> int | None:
-    """The examples that all batches hold together, where `limit` makes it needed."""
+    """Return the number of examples of all batches if `limit` restricts the pass to some of them.
+
+    Args:
+        batches: A DataLoader, a sequence of batches or another iterable.
+        examples: Number of examples of the task, if the user gave it.
+        limit: Maximum number of examples to read, or None.
+
+    Returns:
+        The number of examples, or None if there is no limit or it is not known.
+
+    Raises:
+        CurvatureError: If there is a limit, and the number is neither given nor known.
+    """
     if limit is None:
         return None
     total = counted_examples(batches)
     if examples is None and total is None:
         raise CurvatureError(
-            "with limit=, the pass has to know how many examples the task has altogether, and these batches do "
-            "not say: pass examples="
+            "limit= requires the total number of examples of the task, which cannot be determined from these batches: "
+            "pass examples="
         )
     return total

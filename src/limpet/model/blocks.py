@@ -1,4 +1,4 @@
-"""Which parameters of a model belong together, and how each block is seen as a matrix."""
+"""Blocks: which parameters of a model are grouped together, and how each group is viewed as a matrix."""
 
 from __future__ import annotations
 
@@ -16,15 +16,24 @@ from limpet.model.adapters import adapter_parameters, is_adapted
 from limpet.model.names import every_name, is_excluded, module_names, named_parameters
 
 Users = dict[nn.Parameter, list[tuple[nn.Module, str]]]
-"""The modules that hold a parameter, and under which name."""
+"""For every parameter, the modules that hold it and its name in each of them."""
 
 PER_SAMPLE = "direct"
-"""The kind of a block whose parameter no layer class covers: an exact diagonal, example by example."""
+"""Kind of a block whose parameter no layer class supports: an exact diagonal from per-sample gradients."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some parameters as one matrix: each reshaped to (*rows, -1) and set side by side as columns."""
+    """Parameters viewed as one matrix: each is reshaped to (*rows, -1), and their columns are concatenated.
+
+    Attributes:
+        name: Name of the module, or of the parameter if the block does not cover a whole module.
+        kind: Kind of the layers, or `PER_SAMPLE`.
+        parameters: Names of the parameters.
+        shapes: Shapes of the parameters.
+        rows: Leading dimensions of the matrix.
+        layers: The layers that use the parameters; empty for a per-sample block.
+    """
 
     name: str
     kind: str
@@ -35,13 +44,13 @@ class Block:
 
     @cached_property
     def widths(self) -> list[int]:
-        """The columns of each parameter."""
+        """Number of columns of each parameter."""
         height = torch.Size(self.rows).numel()
         return [shape.numel() // max(height, 1) for shape in self.shapes]
 
     @cached_property
     def shape(self) -> torch.Size:
-        """The shape of the matrix."""
+        """Shape of the matrix."""
         return torch.Size([*self.rows, sum(self.widths)])
 
     @property
@@ -50,46 +59,54 @@ class Block:
         return bool(self.layers) and all(layer.factored for layer in self.layers)
 
     def matrix(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The parameters, in order, as the matrix."""
+        """Concatenate tensors in the shapes of the parameters, in order, to the matrix."""
         columns = [tensor.reshape(*self.rows, width) for tensor, width in zip(tensors, self.widths, strict=True)]
         return columns[0] if len(columns) == 1 else torch.cat(columns, -1)
 
     def split(self, matrix: Tensor) -> list[Tensor]:
-        """The matrix as the parameters: the inverse of `matrix`."""
+        """Split a matrix into tensors in the shapes of the parameters: the inverse of `matrix`."""
         parts = torch.split(matrix, self.widths, -1)
         return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def gather(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """`matrix` of parameters given by name."""
+        """Concatenate tensors given by parameter name to the matrix."""
         return self.matrix([tensors[name] for name in self.parameters])
 
     def scatter(self, matrix: Tensor) -> dict[str, Tensor]:
-        """The inverse of `gather`: what a matrix in the shape of the block is to each parameter, by name."""
+        """Split a matrix into tensors by parameter name: the inverse of `gather`."""
         return dict(zip(self.parameters, self.split(matrix), strict=True))
 
     @property
     def bias(self) -> int:
-        """Columns that no weight has: 1 where the block has the bias beside the weight."""
+        """Number of bias columns: 1 if the block has Kronecker factors and covers a bias, otherwise 0."""
         return int(self.factored and "bias" in self.layers[0].names)
 
     def use(self, layer: Layer) -> str:
-        """What one of the layers does with the weights, as a name: its kind, numbered where several are of one."""
+        """Return a name for one of the layers that use the weights: its kind, numbered if several have the same."""
         same = [other for other in self.layers if other.kind == layer.kind]
         number = next(i for i, other in enumerate(same) if other is layer)
         return f"{layer.kind} {number + 1}" if number else layer.kind
 
     def as_per_sample(self) -> list[Block]:
-        """The same parameters, each in a direct block of its own."""
+        """Return one per-sample block for each of the parameters."""
         return [direct(name, shape) for name, shape in zip(self.parameters, self.shapes, strict=True)]
 
 
 def direct(name: str, shape: torch.Size) -> Block:
-    """A block of one parameter that is used by no layer we know."""
+    """Return a per-sample block, for a parameter that no layer class supports.
+
+    Args:
+        name: Name of the parameter.
+        shape: Shape of the parameter.
+
+    Returns:
+        The block, a matrix with one row.
+    """
     return Block(name, PER_SAMPLE, (name,), (shape,), (1,))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module that the user wrote, under torch.compile, DistributedDataParallel and what PEFT puts around it."""
+    """Return the user's module without the wrappers of torch.compile, DistributedDataParallel and PEFT."""
     while True:
         inner: Any = getattr(model, "_orig_mod", None)
         if inner is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
@@ -105,14 +122,24 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def discover(
     model: nn.Module, exclude: Collection[str] = (), also: Collection[str] = (), *, through_adapters: bool = True
 ) -> list[Block]:
-    """The blocks of all trainable parameters that are not excluded, in the order of the model's modules.
+    """Group all trainable parameters that are not excluded into blocks.
 
-    `also` names parameters to take in even where they are frozen. A layer that trains through low-rank adapters is
-    taken in as its base layer; with `through_adapters=False` it is the adapters' own parameters that are.
+    Weight and bias of a layer form one block if exactly the same modules use both. Parameters that modules share in any
+    other way (a tied weight with two biases, an embedding tied to a head) get one block each, to which all modules that
+    use them contribute.
 
-    Weight and bias of a layer are one block where exactly the same modules use both. Parameters shared between
-    modules in any other way (a tied weight with two biases, an embedding tied to a head) get a block each, which
-    all their users contribute to.
+    Args:
+        model: The model.
+        exclude: Names or patterns of parameters or modules to leave out.
+        also: Names of parameters to include even if they are frozen or excluded.
+        through_adapters: Whether a layer with low-rank adapters is represented by its base layer; otherwise the
+            parameters of the adapters get blocks.
+
+    Returns:
+        The blocks, in the order of the model's modules.
+
+    Raises:
+        CurvatureError: If the curvature of a module cannot be measured.
     """
     left_out = {parameter for name, parameter in every_name(model) if is_excluded(name, exclude)}
     bases = _base_parameters(model) if through_adapters else set()
@@ -137,7 +164,7 @@ def discover(
 
 
 def _base_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Weights that train through adapters, with the biases beside them."""
+    """Return the weights that are trained through adapters, and the biases of their layers."""
     return {
         parameter
         for module in model.modules()
@@ -147,7 +174,7 @@ def _base_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _companions(parameter: nn.Parameter, users: Users) -> tuple[nn.Parameter, ...]:
-    """The weight and the bias that form one block with this parameter, or the parameter alone."""
+    """Return the weight and the bias that form one block with a parameter, or only the parameter."""
     module, local = users[parameter][0]
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if local not in ("weight", "bias") or weight not in users or bias not in users:
@@ -163,7 +190,7 @@ def _blocks(
     names: Mapping[nn.Parameter, str],
     module_names: Mapping[nn.Module, str],
 ) -> list[Block]:
-    """One block of all the parameters, or one direct block each where a user is no layer we know."""
+    """Return one block of all the parameters, or one per-sample block each if a module using them is not supported."""
     full = tuple(names[parameter] for parameter in parameters)
     shapes = tuple(parameter.shape for parameter in parameters)
     layers = []
@@ -174,7 +201,9 @@ def _blocks(
             return list(map(direct, full, shapes))
         reason = found.refuse(module)
         if reason is not None:
-            raise CurvatureError(f"{module_names[module] or type(module).__name__} cannot be measured: {reason}")
+            raise CurvatureError(
+                f"the curvature of {module_names[module] or type(module).__name__} cannot be measured: {reason}"
+            )
         layers.append(found(module, local_names))
     if len({(layer.rows, layer.factored) for layer in layers}) > 1:
         return list(map(direct, full, shapes))

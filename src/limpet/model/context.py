@@ -1,4 +1,4 @@
-"""Leave the user's model, and the random state, as they were."""
+"""Context managers that preserve or temporarily change the state of a model and the random number generators."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from torch import Tensor, nn
 
 @contextmanager
 def preserve_state(model: nn.Module, batches: Any = None) -> Iterator[None]:
-    """Run the body in eval mode; mode, buffers and random states are bit-equal afterwards, whatever happens.
+    """Run the body in eval mode, and restore modes, buffers and random states bit for bit, even after an exception.
 
-    The random states are the global ones, and the generators that a loader shuffles by.
+    The random states are those of the global generators, and of the generators that shuffle a loader.
 
-    The flags are set one by one rather than by `model.eval()`: a module's own `train` method may do more than
-    set the flag (merge adapters, refuse), and undoing that would not be our business.
+    The `training` flags are set directly rather than with `model.eval()`: a custom `train` method may do more than set
+    the flag (merge adapters, raise an error), which could not be undone.
+
+    Args:
+        model: The model.
+        batches: A loader whose generators are restored as well.
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
@@ -43,9 +47,13 @@ def preserve_state(model: nn.Module, batches: Any = None) -> Iterator[None]:
 
 @contextmanager
 def trainable(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Run the body with gradients that reach these parameters, and as they are.
+    """Run the body with unmodified gradients for these parameters.
 
-    Also those that are frozen under adapters; and past the hooks that somebody has put on gradients (clipping, noise).
+    Frozen parameters, such as base weights under adapters, get gradients too; gradient hooks of the user (clipping,
+    noise) are disabled.
+
+    Args:
+        parameters: The parameters.
     """
     these = list(parameters)
     frozen = [parameter for parameter in these if not parameter.requires_grad]
@@ -57,42 +65,49 @@ def trainable(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             parameter._backward_hooks = None
         yield
     finally:
-        for parameter, own in hooks:
-            parameter._backward_hooks = own
+        for parameter, own_hooks in hooks:
+            parameter._backward_hooks = own_hooks
         for parameter in frozen:
             parameter.requires_grad_(False)
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Run the body in the precision of its tensors, also where somebody calls it under autocast."""
+    """Run the body in the precision of its tensors, even inside an autocast context."""
     with ExitStack() as stack:
-        for kind in _kinds_of_devices():
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        for device_type in _device_types():
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
 
 
 @cache
-def _kinds_of_devices() -> tuple[str, ...]:
+def _device_types() -> tuple[str, ...]:
+    """Return the types of the available devices."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return ("cpu",) if found is None else ("cpu", found.type)
 
 
 @contextmanager
 def perturbed(parameters: Mapping[str, nn.Parameter], displacement: Mapping[str, Tensor]) -> Iterator[None]:
-    """Run the body at weights + displacement. The weights' own tensors are put aside, so they come back bit for bit."""
-    aside = {name: parameters[name].data for name in displacement}
+    """Run the body at weights + displacement, and restore the original tensors afterwards, bit for bit.
+
+    Args:
+        parameters: The parameters by name.
+        displacement: The displacement of some of the parameters, by name.
+    """
+    originals = {name: parameters[name].data for name in displacement}
     try:
-        for name, own in aside.items():
-            parameters[name].data = own + displacement[name].to(own.device, own.dtype)
+        for name, original in originals.items():
+            parameters[name].data = original + displacement[name].to(original.device, original.dtype)
         yield
     finally:
-        for name, own in aside.items():
-            parameters[name].data = own
+        for name, original in originals.items():
+            parameters[name].data = original
 
 
 def _restore_buffer(module: nn.Module, name: str, buffer: Tensor | None, copy: Tensor | None) -> None:
+    """Restore a buffer, both the tensor object and its values."""
     module._buffers[name] = buffer
     if buffer is not None and copy is not None and not torch.equal(buffer, copy):
         with torch.no_grad():
@@ -101,7 +116,7 @@ def _restore_buffer(module: nn.Module, name: str, buffer: Tensor | None, copy: T
 
 @contextmanager
 def random_state(batches: Any = None) -> Iterator[None]:
-    """Give the random states of torch, numpy and Python, and those of a loader, back as they were."""
+    """Restore the random states of torch, numpy, Python and, if given, a loader after the body."""
     samplers = [getattr(batches, "sampler", None), getattr(getattr(batches, "batch_sampler", None), "sampler", None)]
     holders = [batches, *samplers]
     generators = {id(g): g for h in holders if isinstance(g := getattr(h, "generator", None), torch.Generator)}
@@ -121,14 +136,14 @@ def random_state(batches: Any = None) -> Iterator[None]:
 
 
 def eager() -> Any:
-    """Run compiled parts of the model as they are written: inside compiled code hooks do not fire."""
+    """Return a context that runs compiled modules in eager mode, because hooks do not fire in compiled code."""
     if "torch._dynamo" not in sys.modules:
         return ExitStack()
     return torch.compiler.set_stance("force_eager")
 
 
 def plain_recurrence(model: nn.Module) -> Any:
-    """cuDNN's recurrent layers have no backward pass in eval mode; PyTorch's own have."""
+    """Return a context without cuDNN if the model is recurrent: cuDNN's RNNs have no backward pass in eval mode."""
     if torch.cuda.is_available() and any(isinstance(m, nn.RNNBase) for m in model.modules()):
         return torch.backends.cudnn.flags(enabled=False)
     return ExitStack()

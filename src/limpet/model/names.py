@@ -1,4 +1,4 @@
-"""Names as the user's model had them before torch.compile, checkpointing and adapters were put around its modules."""
+"""Plain names of modules and parameters: without wrappers of torch.compile, activation checkpointing and adapters."""
 
 from __future__ import annotations
 
@@ -12,25 +12,32 @@ from limpet.errors import UnsupportedError
 from limpet.model.adapters import is_adapted
 
 AROUND = ("_orig_mod", "_checkpoint_wrapped_module")
-"""What torch calls the module inside of a compiled one, and of one whose activations are computed again."""
+"""Names that torch gives the module inside a compiled one, and inside one with activation checkpointing."""
 
 WRAPPERS = re.compile(rf"(?:^|\.)(?:{'|'.join(AROUND)}|base_layer|modules_to_save\.[^.]+)(?=\.|$)")
 
 
 def plain(pattern: str) -> str:
-    """A name or pattern that somebody gave, without what may be around modules.
+    """Remove the names of wrappers from a name or pattern given by the user.
 
-    >>> plain("_orig_mod.layers.0.q_proj.base_layer.weight")
-    'layers.0.q_proj.weight'
+    Args:
+        pattern: Name or pattern of a parameter or module.
+
+    Returns:
+        The plain name or pattern.
+
+    Examples:
+        >>> plain("_orig_mod.layers.0.q_proj.base_layer.weight")
+        'layers.0.q_proj.weight'
     """
     return WRAPPERS.sub("", pattern).removeprefix(".")
 
 
 def places(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """All modules with their names in torch and their plain ones, in the order of `named_modules`.
+    """Yield (torch name, plain name, module) for all modules, in the order of `named_modules`.
 
-    One that is used in several places stands in each of them. Written as one loop, because every step asks for the
-    names of all parameters.
+    A module that is used in several places is yielded for each of them. This is a single loop for speed, because every
+    training step needs the names of all parameters.
     """
     stack, inside = [("", "", model)], dict[str, str]()
     while stack:
@@ -45,11 +52,12 @@ def places(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
 
 
 def _joined(prefix: str, last: str) -> str:
+    """Join two parts of a name."""
     return f"{prefix}.{last}" if prefix else last
 
 
 def _wrapped(module: nn.Module) -> Iterator[str]:
-    """Where inside of a module the one is that it stands for."""
+    """Yield the relative names of the modules that a wrapper wraps."""
     children = module._modules
     yield from (name for name in AROUND if name in children)
     if "base_layer" in children and is_adapted(module):
@@ -59,7 +67,7 @@ def _wrapped(module: nn.Module) -> Iterator[str]:
 
 
 def module_names(model: nn.Module) -> dict[nn.Module, str]:
-    """The plain name of every module, the first one of those that are used in several places."""
+    """Return the plain name of every module, the first one for a module that is used in several places."""
     found: dict[nn.Module, str] = {}
     for _, name, module in places(model):
         found.setdefault(module, name)
@@ -67,7 +75,11 @@ def module_names(model: nn.Module) -> dict[nn.Module, str]:
 
 
 class Names:
-    """The plain names of one model's parameters and buffers, by the names that torch has for them."""
+    """Mapping from the torch names of a model's parameters and buffers to their plain names.
+
+    Args:
+        model: The model.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = {full: name for full, name, _ in places(model)}
@@ -78,7 +90,7 @@ class Names:
 
 
 def every_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All plain names of all parameters, shared ones by each of theirs."""
+    """Yield all parameters with their plain names; a shared parameter is yielded once for each of its names."""
     for _, prefix, module in places(model):
         for last, parameter in module._parameters.items():
             if parameter is not None:
@@ -86,7 +98,17 @@ def every_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a model by their plain names, shared ones once."""
+    """Return the parameters of a model by plain name; a shared parameter is listed once.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The parameters by name, in the order of the modules.
+
+    Raises:
+        UnsupportedError: If two parameters have the same plain name.
+    """
     found: dict[str, nn.Parameter] = {}
     known: set[nn.Parameter] = set()
     for name, parameter in every_name(model):
@@ -94,8 +116,8 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
             continue
         if name in found:
             raise UnsupportedError(
-                f"two parameters of the model are called {name} once the wrappers around their modules are left out: "
-                "give the memory the model inside of them"
+                f"two parameters of the model are called {name} after removing the wrappers around their modules: "
+                "pass the unwrapped model to the memory"
             )
         known.add(parameter)
         found[name] = parameter
@@ -103,7 +125,7 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def running_statistics(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The buffers that training moves and no penalty reaches, with their shapes."""
+    """Return the shapes of the running statistics, buffers that training changes and no penalty protects."""
     names = Names(model)
     return {
         names[full]: tuple(buffer.shape)
@@ -113,5 +135,13 @@ def running_statistics(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def is_excluded(name: str, patterns: Collection[str]) -> bool:
-    """Whether a parameter is left out: by its name, by a module it is in, or by a pattern such as "heads.*"."""
+    """Return whether a parameter is excluded.
+
+    Args:
+        name: Plain name of the parameter.
+        patterns: Names of parameters or modules, or patterns such as `"heads.*"`.
+
+    Returns:
+        Whether one of the patterns matches the parameter or a module that contains it.
+    """
     return any(name == p or name.startswith(f"{p}.") or fnmatchcase(name, p) for p in patterns)

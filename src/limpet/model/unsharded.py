@@ -1,4 +1,4 @@
-"""The parameters that a forward pass really uses: under `fully_shard` whole ones, which stand in for the pieces."""
+"""Parameters as the forward pass uses them: under `fully_shard`, unsharded ones that temporarily replace the shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from limpet.model.names import Names, named_parameters
 
 
 class UnshardedParameters(Mapping[str, nn.Parameter]):
-    """The parameters by name, as the last forward pass in the body of `watched` used them."""
+    """Parameters by name, as the last forward pass in the body of `watched` used them.
+
+    Args:
+        model: The model, with or without `fully_shard`.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -22,14 +26,14 @@ class UnshardedParameters(Mapping[str, nn.Parameter]):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch for the whole parameters that fully_shard puts in place of the pieces before a module runs."""
+        """Record the unsharded parameters that `fully_shard` substitutes for the shards before a module runs."""
         if not any(map(is_sharded, self._parameters.values())):
             yield
             return
         from torch.distributed.fsdp import FSDPModule
 
         units = [(name, unit) for name, unit in self._model.named_modules() if FSDPModule in type(unit).__mro__]
-        # fully_shard's own hooks come first, so the parameters are whole when these run
+        # fully_shard's own hooks run first, so the parameters are unsharded when these run
         handles = [unit.register_forward_pre_hook(self._hook(name)) for name, unit in units]
         try:
             yield
@@ -39,6 +43,8 @@ class UnshardedParameters(Mapping[str, nn.Parameter]):
             self._used.clear()
 
     def _hook(self, prefix: str) -> Any:
+        """Return a forward pre-hook for the FSDP module with this name."""
+
         def hook(unit: nn.Module, _: Any) -> None:
             for name, parameter in unit.named_parameters(prefix, remove_duplicate=False):
                 if not is_sharded(parameter) and self._names[name] in self._parameters:

@@ -1,4 +1,4 @@
-"""What a memory of a model will cost, before it is made."""
+"""Estimates of what a memory of a model will cost, before it is computed."""
 
 from limpet.planning.plan import Plan, plan
 

@@ -1,31 +1,34 @@
-"""What one block of a memory costs, from its shape alone: numbers kept, numbers summed, operations.
+"""Cost of one block of a memory, from its shape alone: numbers stored, numbers accumulated, and operations.
 
-A block is g matrices of out x in: g is 1 but for grouped convolutions, and a bias is one more column of in. A side n is
-dense, or in even pieces where it is longer than `max_side`, or diagonal where these would be too many or the data are
-one-hot. n^2 and n^3 are the squares and cubes of its pieces. What is kept for a block, besides the mean (g out in):
+A block consists of g matrices of shape out x in: g is 1 except for grouped convolutions, and a bias adds one column to
+in. The Kronecker factor of a side of length n (in or out) is dense, or block-diagonal with blocks of nearly equal size
+if n exceeds `max_factor_size`, or diagonal if there would be too many blocks or the data are one-hot. For a
+block-diagonal factor, n^2 and n^3 denote the sums of the squares and cubes of the block sizes. Numbers stored for a
+block, besides the mean (g out in):
 
     diagonal        g out in
-    kronecker       eigenvalues g out in, partial traces g (in + out), and a basis of n^2 for every side not diagonal
-    kronecker-sum   the same, and Q (in^2, or in where it is diagonal) and H (out^2 or out) of every task
+    kronecker       eigenvalues g out in, partial traces g (in + out), and an eigenbasis of n^2 for every side that is
+                    not diagonal
+    kronecker-sum   the same, and Q (in^2, or in if diagonal) and H (out^2 or out) of every task
     dense           (g out in)^2
 
-Normalisation layers and parameters that no layer class covers are diagonal; dense is dense for them too. A pass sums Q
-and H, or the squares in the shape of the block. Where tasks had different strengths the eigenvalues (the diagonal, the
-matrix) are kept twice.
+Normalization layers and parameters that no layer class covers are diagonal, unless the structure is dense. A curvature
+pass accumulates Q and H, or the squared gradients in the shape of the block. If tasks have different strengths, the
+eigenvalues (the diagonal, the dense matrix) are stored twice.
 
-Operations are those of the matrix products, two for every multiplication; what is done element by element is left out,
-and is all there is for `diagonal`. R = 2 g (out^2 in + out in^2), without squares of sides that are diagonal, is a
-rotation into the bases:
+Operations are those of the matrix products, two per multiply-add; elementwise operations, and thus all operations of
+`diagonal`, are not counted. R = 2 g (out^2 in + out in^2), without the squares of diagonal sides, is the cost of one
+rotation into the eigenbasis:
 
-    gradient        kronecker 2 R, or R after one task with both sides dense, when H d Q is the same thing;
+    gradient        kronecker 2 R, or R after one task with both sides dense, where it equals H d Q;
                     kronecker-sum R for every term; dense 2 (g out in)^2
-    proximal map    kronecker 2 R; kronecker-sum K + 1 gradients and K + 2 maps of kronecker, with K = 4 steps of
-                    conjugate gradients (stiff ones take more); dense 4 (g out in)^2
-    adapters        6 r (out^2 + in^2 + out in), or 4 r (out^2 + in^2) + 8 r^2 (out + in) after one task: the products
-                    of `limpet.posterior.lora`, counted; squares of dense sides alone
-    a task          for every dense side 9 n^3 for its eigenvectors (Golub and Van Loan, "Matrix Computations", 8.3)
-                    and 6 n^3 around them (2 n^3 in the first task), and R to carry the eigenvalues over
-    a token         of a pass: 2 n^2 for every dense side, 5/4 n^2 where it is long (`gram`)
+    proximal step   kronecker 2 R; kronecker-sum K + 1 gradients and K + 2 proximal steps of kronecker, with K = 4
+                    iterations of conjugate gradients (ill-conditioned problems take more); dense 4 (g out in)^2
+    LoRA adapters   6 r (out^2 + in^2 + out in), or 4 r (out^2 + in^2) + 8 r^2 (out + in) after one task: the products
+                    in `limpet.posterior.lora`; only squares of dense sides count
+    task update     for every dense side 9 n^3 for the eigendecomposition (Golub and Van Loan, "Matrix Computations",
+                    8.3) and 6 n^3 for related products (2 n^3 in the first task), and R to transfer the eigenvalues
+    per token       in a curvature pass: 2 n^2 for every dense side, 5/4 n^2 if it is long (`gram`)
 """
 
 from __future__ import annotations
@@ -40,73 +43,126 @@ from limpet.model import Block
 from limpet.precision.block_diagonal import in_words
 
 EIGENVECTORS = 9
-"""n^3 operations of a symmetric eigendecomposition with its vectors."""
+"""Operations of a symmetric eigendecomposition with eigenvectors, in units of n^3."""
 
 CONJUGATE_STEPS = 4
-"""Steps of conjugate gradients that a proximal map of kronecker-sum is counted with."""
+"""Assumed number of conjugate gradient iterations in a proximal step of kronecker-sum."""
 
 
 @dataclass(frozen=True)
 class BlockCost:
-    """One block: bytes, and operations (of matrix products, two for every multiplication)."""
+    """Cost of one block, in bytes and operations (of matrix products, two per multiply-add).
+
+    Attributes:
+        block: The name of the block.
+        kind: The kind of its layer.
+        shape: Its shape.
+        structure: Its structure, and which sides are diagonal or block-diagonal.
+        whole: Bytes of its weights, in the dtype of the model.
+        weights: Bytes of its mean.
+        bytes: Bytes of its memory.
+        before: Bytes of its memory before the last task.
+        lasting: Bytes of its memory that the last task leaves unchanged: the earlier terms of kronecker-sum.
+        fresh: Bytes that are recomputed in every task.
+        sums: Bytes accumulated by a curvature pass.
+        work: Bytes of workspace for the update with a task.
+        eigenvectors: Bytes of the eigenvectors of a dense matrix, which are cached once they have been computed.
+        trained: Bytes of what a training step changes: the weights, or their adapters.
+        ready: Additional bytes that gradient mode caches during protection.
+        room: Bytes of workspace for protection in a step.
+        laid_out: Bytes copied to send the block back from its owner, because a weight and its bias are not contiguous.
+        step: Operations that protection adds to a step.
+        update: Operations of the update with a task, after its curvature pass.
+        per_token: Operations of the curvature pass per token.
+        size: Numbers stored after one task, by which blocks are assigned to ranks.
+        owner: The rank that owns the block in a sharded memory.
+    """
 
     block: str
     kind: str
     shape: tuple[int, ...]
     structure: str
-    whole: int  # bytes of its weights, as the model has them
-    weights: int  # bytes of its mean
-    bytes: int  # of its memory
-    before: int  # of its memory one task earlier,
-    lasting: int  # of them what stays as it is: earlier terms of a growing sum
-    fresh: int  # bytes that are made anew for every task
-    sums: int  # bytes that a pass sums
-    work: int  # bytes that are held while a task is added
-    eigenvectors: int  # bytes kept besides, once they were asked for
-    trained: int  # bytes of what a step changes: its weights, or their adapters
-    ready: int  # bytes that gradient mode keeps besides while it protects
-    room: int  # bytes that are held while it is pulled in a step
-    laid_out: int  # bytes copied for its way back from its owner: weights with a bias beside them lie apart
-    step: int  # operations that protection adds to a step
-    update: int  # operations of taking a task in, once its sums are there
-    per_token: int  # operations of those sums for one token
-    size: int  # numbers kept after one task: what blocks are assigned by
-    owner: int = 0  # the rank that has it where the memory is sharded
+    whole: int
+    weights: int
+    bytes: int
+    before: int
+    lasting: int
+    fresh: int
+    sums: int
+    work: int
+    eigenvectors: int
+    trained: int
+    ready: int
+    room: int
+    laid_out: int
+    step: int
+    update: int
+    per_token: int
+    size: int
+    owner: int = 0
 
     @property
     def term(self) -> int:
-        """Bytes of the sums that become a part of the memory: the newest term of a growing sum."""
+        """Bytes of the accumulated factors that become part of the memory: the newest term of kronecker-sum."""
         return self.bytes - self.lasting - self.fresh
 
 
 @dataclass(frozen=True)
 class KroneckerShape:
-    """Which sides of one Kronecker product Q (x) H are dense."""
+    """Which factors of a Kronecker product Q (x) H are dense.
+
+    Attributes:
+        use: The name of the layer that uses the weights (`Block.use`).
+        inputs: Whether Q is dense.
+        outputs: Whether H is dense.
+        data_left: Whether H is computed from the data and Q from the gradients, as in an embedding.
+    """
 
     use: str
     inputs: bool
     outputs: bool
-    data_left: bool  # H is made of the data and Q of the gradients: an embedding
+    data_left: bool
 
 
 @dataclass(frozen=True)
 class BlockShape:
-    """A block by its shape and structure."""
+    """The shape and structure of a block.
+
+    Attributes:
+        structure: The structure of its precision.
+        groups: The number of matrices g.
+        out: The number of rows of each matrix.
+        in_: The number of columns of each matrix, including the bias.
+        inputs: Whether the input side has an eigenbasis, rather than being diagonal.
+        outputs: Whether the output side has an eigenbasis.
+        bias: The number of columns that belong to a bias.
+        products: The Kronecker products that one task adds, or would add in a Kronecker structure.
+        in_sizes: The sizes of the diagonal blocks of the input factor; a single size if it is not block-diagonal.
+        out_sizes: The sizes of the diagonal blocks of the output factor.
+    """
 
     structure: str
     groups: int
     out: int
     in_: int
-    inputs: bool  # whether the side is dense
+    inputs: bool
     outputs: bool
-    bias: int  # columns of in that no weight has
-    products: tuple[KroneckerShape, ...]  # what one task adds, or would add in a structure with factors
-    in_sizes: tuple[int, ...]  # of the pieces that the side is cut into
+    bias: int
+    products: tuple[KroneckerShape, ...]
+    in_sizes: tuple[int, ...]
     out_sizes: tuple[int, ...]
 
     @classmethod
     def of(cls, block: Block, structure: Structure) -> BlockShape:
-        """The block as this structure keeps it."""
+        """Determine how a structure represents a block.
+
+        Args:
+            block: The block.
+            structure: The structure.
+
+        Returns:
+            The shape.
+        """
         *groups, out, in_ = block.shape
         sides = structure.sides(block)
         inputs, outputs = not sides["inputs_diagonal"], not sides["outputs_diagonal"]
@@ -128,28 +184,33 @@ class BlockShape:
 
     @property
     def factored(self) -> bool:
-        """Whether the block keeps Kronecker factors."""
+        """Whether the precision of the block has Kronecker factors."""
         return self.structure.startswith("kronecker")
 
     @property
     def numbers(self) -> int:
-        """Weights in the block."""
+        """The number of weights in the block, including biases."""
         return self.groups * self.out * self.in_
 
     @property
     def described(self) -> str:
-        """The structure, and which sides are diagonal or in pieces."""
+        """The structure, and which sides are diagonal or block-diagonal."""
         if not self.factored:
             return self.structure
         sides = {"inputs": (not self.inputs, self.in_sizes), "outputs": (not self.outputs, self.out_sizes)}
         return in_words(self.structure, sides)
 
-    # --- numbers kept ----------------------------------------------------------------------------------------
+    # --- numbers stored ----------------------------------------------------------------------------------------
 
     def kept(self, tasks: int, several_strengths: bool = False) -> dict[str, int]:
-        """Numbers of the tensors that the precision keeps after so many tasks, named as in `Precision.tensors`.
+        """Count the numbers in the tensors of the precision, without the terms of kronecker-sum (see `terms`).
 
-        The terms of a growing sum come on top: `terms`.
+        Args:
+            tasks: The number of tasks consolidated.
+            several_strengths: Whether the tasks have different strengths.
+
+        Returns:
+            The size of every tensor, by its name in `Precision.tensors`.
         """
         if tasks == 0:
             return {}
@@ -170,13 +231,13 @@ class BlockShape:
         return {f"eigenbasis.{name}": numbers for name, numbers in found.items()}
 
     def terms(self) -> list[tuple[int, int]]:
-        """Numbers of Q and of H in every term that one task adds to a growing sum."""
+        """The sizes of Q and H in every term that one task adds to a kronecker-sum."""
         products = self.products if self.structure == "kronecker-sum" else ()
         sides = [(self._side("", self.in_sizes, p.inputs), self._side("", self.out_sizes, p.outputs)) for p in products]
         return [(sum(q.values()), sum(h.values())) for q, h in sides]
 
     def sums(self) -> dict[str, int]:
-        """Numbers that a pass sums, named as in `Accumulator.sums`."""
+        """The sizes of the tensors that a curvature pass accumulates, by their names in `Accumulator.sums`."""
         if not self.factored:
             return {"matrix": self.numbers**2} if self.structure == "dense" else {"squares": self.numbers}
         found: dict[str, int] = {}
@@ -187,37 +248,45 @@ class BlockShape:
         return found
 
     def work(self, tasks: int, several_strengths: bool = False) -> float:
-        """Float64 numbers that are held while the last of so many tasks is added: as measured, with LAPACK's own."""
+        """Estimate the workspace of the update with the last task; fitted to measurements, including LAPACK's own.
+
+        Args:
+            tasks: The number of tasks, including the last.
+            several_strengths: Whether the tasks have different strengths.
+
+        Returns:
+            The number of float64 numbers.
+        """
         eigen = 5.5 if tasks > 1 else 5.0
         twice = 1.5 if several_strengths and tasks > 1 else 1.0
         if self.structure == "dense":
             return 3.0 * twice * self.numbers**2
         a, b = self._squares
-        # one piece after another: what is held beside a side's own squares is that of its largest piece
+        # diagonal blocks are decomposed one at a time, so the workspace is that of the largest one
         largest_a = self.groups * max(self.in_sizes) ** 2 * self.inputs
         largest_b = self.groups * max(self.out_sizes) ** 2 * self.outputs
         eigenvectors = max(a + (eigen - 1) * largest_a + b, b + (eigen - 1) * largest_b + 2.5 * a)
         return max(eigenvectors, 3.0 * twice * self.numbers + 2.5 * (a + b))
 
     def eigenvectors(self) -> int:
-        """Numbers of the eigenvectors that a dense matrix keeps once they were asked for, as a task's curve does."""
+        """The size of the eigenvectors that a dense matrix caches once computed, as they are for the loss curve."""
         return self.numbers**2 if self.structure == "dense" else 0
 
     def multiplied_out(self, tasks: int) -> int:
-        """Numbers of H and Q that gradient mode keeps beside a memory of one task, for the short way."""
+        """The size of H and Q, which gradient mode caches after a single task to compute the gradient as H d Q."""
         return sum(self._squares) if self._is_product(tasks) else 0
 
     def _side(self, name: str, sizes: tuple[int, ...], dense: bool) -> dict[str, int]:
         return self._named(name, sizes) if dense else {name: self.groups * sum(sizes)}
 
     def _named(self, name: str, sizes: tuple[int, ...]) -> dict[str, int]:
-        """The numbers of a matrix in pieces, named as `block_diagonal.named` does."""
+        """The sizes of the diagonal blocks of a matrix, by their names in `block_diagonal.named`."""
         numbers = [self.groups * size**2 for size in sizes]
         return {name: numbers[0]} if len(numbers) == 1 else {f"{name}.{i}": some for i, some in enumerate(numbers)}
 
     @property
     def _squares(self) -> tuple[int, int]:
-        """Numbers of the bases of both sides."""
+        """The sizes of the eigenbases of both sides."""
         return self._powers(2)
 
     def _powers(self, power: int) -> tuple[int, int]:
@@ -231,12 +300,12 @@ class BlockShape:
         return 2 * self.groups * (self.out * in_squares * inputs + self.in_ * out_squares * outputs)
 
     def _is_product(self, tasks: int) -> bool:
-        """Whether L - prior is one Q (x) H, with both of them matrices."""
+        """Whether L - prior is a single Kronecker product Q (x) H of two dense factors."""
         one = tasks * len(self.products) == 1 and self.groups == 1
         return self.structure == "kronecker" and one and self.inputs and self.outputs
 
     def gradient(self, tasks: int) -> int:
-        """Operations of the penalty's gradient."""
+        """Operations of the gradient of the penalty after `tasks` tasks."""
         if self.structure == "dense":
             return 2 * self.numbers**2
         if self.structure == "kronecker-sum":
@@ -245,7 +314,7 @@ class BlockShape:
         return rotation if self._is_product(tasks) else 2 * rotation
 
     def proximal(self, tasks: int) -> int:
-        """Operations of the proximal map."""
+        """Operations of a proximal step after `tasks` tasks."""
         if self.structure == "dense":
             return 4 * self.numbers**2
         in_bases = 2 * self._rotation(self.inputs, self.outputs)
@@ -254,7 +323,15 @@ class BlockShape:
         return in_bases
 
     def adapters(self, tasks: int, rank: int) -> int:
-        """Operations of the penalty's gradient in low-rank adapters of the block's weight."""
+        """Count the operations of the gradient of the penalty with respect to LoRA adapters of the weight.
+
+        Args:
+            tasks: The number of tasks consolidated.
+            rank: The rank of the adapters.
+
+        Returns:
+            The number of operations.
+        """
         columns = self.in_ - self.bias
         in_bases = self.structure == "kronecker"
         in_squares, out_squares = self._squares
@@ -267,7 +344,15 @@ class BlockShape:
         return 6 * rotated + 6 * rank * self.out * self.in_ + applied
 
     def update(self, tasks: int, several_strengths: bool = False) -> int:
-        """Operations of taking the last of so many tasks in, once its sums are there."""
+        """Count the operations of the update with the last task, after its curvature pass.
+
+        Args:
+            tasks: The number of tasks, including the last.
+            several_strengths: Whether the tasks have different strengths.
+
+        Returns:
+            The number of operations.
+        """
         if self.structure == "dense":
             return EIGENVECTORS * self.numbers**3
         cubes = sum(self._powers(3))
@@ -277,7 +362,7 @@ class BlockShape:
         return terms * ((EIGENVECTORS + 6) * cubes + carried) - first * 4 * cubes
 
     def per_token(self) -> int:
-        """Operations of the sums for one token (one example at one position), beyond those of the network itself."""
+        """Operations of a curvature pass per token (one position of one example), besides those of the network."""
         if not self.factored:
             products = sum(not product.data_left for product in self.products)
             own = 2 * self.groups * self.out * (self.in_ - self.bias) * products
@@ -289,7 +374,17 @@ class BlockShape:
 
 
 def gram(width: int, groups: int = 1) -> int:
-    """Operations of one row's outer product with itself, most of its lower triangle left out where it is large."""
+    """Count the operations of one row's contribution to a Gram matrix.
+
+    For wide matrices, most of the lower triangle is not computed (`limpet.curvature.gram`).
+
+    Args:
+        width: The length of the row.
+        groups: The number of groups, each of this width.
+
+    Returns:
+        The number of operations.
+    """
     if groups > 1 or width < STRIP_FROM:
         return 2 * groups * width**2
     strip = -(-width // STRIPS)
@@ -298,7 +393,15 @@ def gram(width: int, groups: int = 1) -> int:
 
 @dataclass(frozen=True)
 class CostModel:
-    """The settings by which a block is counted."""
+    """Computes the cost of blocks under given settings.
+
+    Args:
+        structure: The structure of the memory.
+        tasks: The number of tasks consolidated.
+        mode: The mode of protection, "gradient" or "proximal".
+        storage_dtype: The dtype in which eigenbases are stored, or None for that of the computation.
+        auto_strength: Whether the tasks have different strengths, as with strength="auto".
+    """
 
     structure: Structure
     tasks: int
@@ -307,48 +410,60 @@ class CostModel:
     auto_strength: bool
 
     def row(self, block: Block, dtype: torch.dtype, rank: int | None) -> BlockCost:
-        """One block; `rank` is that of its adapters."""
-        outline = BlockShape.of(block, self.structure)
-        if outline.structure == "dense":  # what a pass would refuse is refused here, in the same words
+        """Compute the cost of one block.
+
+        Args:
+            block: The block.
+            dtype: The dtype of its weights.
+            rank: The rank of its adapters, or None without adapters.
+
+        Returns:
+            The cost.
+
+        Raises:
+            UnsupportedError: If the block is too large for a dense structure.
+        """
+        shape = BlockShape.of(block, self.structure)
+        if shape.structure == "dense":  # raises the same error as a curvature pass if too large
             self.structure.accumulator(block, torch.zeros((), dtype=dtype, device="meta"))
         width = torch.promote_types(dtype, torch.float32).itemsize
-        weights = width * outline.numbers
-        term = width * sum(map(sum, outline.terms()))
-        lasting, asked = (self.tasks - 1) * term, width * outline.eigenvectors()
-        before, fresh = (weights + self._kept(outline, tasks, width) for tasks in (self.tasks - 1, self.tasks))
+        weights = width * shape.numbers
+        term = width * sum(map(sum, shape.terms()))
+        lasting, asked = (self.tasks - 1) * term, width * shape.eigenvectors()
+        before, fresh = (weights + self._kept(shape, tasks, width) for tasks in (self.tasks - 1, self.tasks))
         if rank is not None:
-            step, trained = outline.adapters(self.tasks, rank), rank * (outline.out + outline.in_ - outline.bias)
+            step, trained = shape.adapters(self.tasks, rank), rank * (shape.out + shape.in_ - shape.bias)
         else:
-            step = outline.gradient(self.tasks) if self.mode == "gradient" else outline.proximal(self.tasks)
-            trained = outline.numbers
+            step = shape.gradient(self.tasks) if self.mode == "gradient" else shape.proximal(self.tasks)
+            trained = shape.numbers
         return BlockCost(
             block=block.name,
             kind=block.kind,
             shape=tuple(block.shape),
-            structure=outline.described,
-            whole=dtype.itemsize * outline.numbers,
+            structure=shape.described,
+            whole=dtype.itemsize * shape.numbers,
             weights=weights,
             bytes=fresh + lasting + term,
             before=before + lasting + asked * (self.tasks > 1 and not self.auto_strength),
             lasting=lasting,
             fresh=fresh,
-            sums=width * sum(outline.sums().values()),
-            work=round(8 * outline.work(self.tasks, self.auto_strength)),
+            sums=width * sum(shape.sums().values()),
+            work=round(8 * shape.work(self.tasks, self.auto_strength)),
             eigenvectors=asked,
             trained=dtype.itemsize * trained,
-            ready=0 if rank is not None else width * outline.multiplied_out(self.tasks),
+            ready=0 if rank is not None else width * shape.multiplied_out(self.tasks),
             room=0 if rank is not None else weights * (4 if self.mode == "gradient" else 3),
-            laid_out=dtype.itemsize * outline.numbers * (outline.bias > 0),
+            laid_out=dtype.itemsize * shape.numbers * (shape.bias > 0),
             step=step,
-            update=outline.update(self.tasks, self.auto_strength),
-            per_token=outline.per_token(),
+            update=shape.update(self.tasks, self.auto_strength),
+            per_token=shape.per_token(),
             size=self.structure.size(block),
         )
 
-    def _kept(self, outline: BlockShape, tasks: int, width: int) -> int:
-        """Bytes of the precision, but for the terms of a growing sum."""
-        storage_dtype = width if self.storage_dtype is None else getattr(torch, self.storage_dtype).itemsize
+    def _kept(self, shape: BlockShape, tasks: int, width: int) -> int:
+        """Bytes of the precision, without the terms of kronecker-sum."""
+        basis_width = width if self.storage_dtype is None else getattr(torch, self.storage_dtype).itemsize
         return sum(
-            numbers * (storage_dtype if ".vectors" in name else width)
-            for name, numbers in outline.kept(tasks, self.auto_strength).items()
+            numbers * (basis_width if ".vectors" in name else width)
+            for name, numbers in shape.kept(tasks, self.auto_strength).items()
         )

@@ -1,4 +1,4 @@
-"""A model on the meta device: every shape, and not one weight read or allocated."""
+"""Build models on the meta device, without loading or allocating any weights."""
 
 from __future__ import annotations
 
@@ -14,13 +14,24 @@ from limpet.errors import LimpetError
 
 
 def blueprint(name: str) -> nn.Module:
-    """The model of that name: "package.module:factory", a folder with a config.json, or a name on the hub.
+    """Build a model on the meta device.
 
-    A factory is imported (from the working directory too) and called without arguments. Of a folder or a name on the
-    hub only the configuration is read, and no code that comes with it is run.
+    A factory is imported (the working directory is searched, too) and called without arguments. For a folder or a name
+    on the Hub, only the configuration is read, and remote code is not executed.
 
-    >>> sum(parameter.numel() for parameter in blueprint("torch.nn:Identity").parameters())
-    0
+    Args:
+        name: "package.module:factory", a folder with a config.json, or the name of a model on the Hub.
+
+    Returns:
+        The model.
+
+    Raises:
+        LimpetError: If the factory cannot be imported or called, the configuration cannot be read, or transformers is
+            needed and not installed.
+
+    Examples:
+        >>> sum(parameter.numel() for parameter in blueprint("torch.nn:Identity").parameters())
+        0
     """
     module, colon, factory = name.partition(":")
     if colon and not Path(name).exists():
@@ -29,15 +40,16 @@ def blueprint(name: str) -> nn.Module:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as missing:
         raise LimpetError(
-            f"{name} is read by {missing.name}: pip install 'limpet[transformers]', or give package.module:factory"
+            f"reading {name} requires {missing.name}: pip install 'limpet[transformers]', or pass "
+            "package.module:factory"
         ) from missing
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         with torch.device("meta"):
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        told = str(error).strip().splitlines()[0]
-        raise LimpetError(f"{name} is no causal language model whose configuration could be read: {told}") from error
+        reason = str(error).strip().splitlines()[0]
+        raise LimpetError(f"{name} is not a causal language model with a readable configuration: {reason}") from error
     return model
 
 
@@ -55,8 +67,8 @@ def _called(name: str, module: str, factory: str) -> nn.Module:
     try:
         with torch.device("meta"):
             model = found()
-    except Exception as error:  # the factory is the user's, and so is what it raises
+    except Exception as error:  # the factory is user code and may raise anything
         raise LimpetError(f"{name}() failed on the meta device: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
-        raise LimpetError(f"{name}() gave a {type(model).__name__}, not a torch.nn.Module")
+        raise LimpetError(f"{name}() returned a {type(model).__name__}, not a torch.nn.Module")
     return model

@@ -1,4 +1,4 @@
-"""The Gaussian over the weights: mean and precision of every block, and what is read off it."""
+"""Gaussian posterior over the weights: mean and precision of every block, and quantities derived from them."""
 
 from limpet.posterior.block_posterior import BlockPosterior
 from limpet.posterior.posterior import PRIOR_MEANS, Posterior

@@ -1,23 +1,24 @@
-"""A block that trains through low-rank adapters: W = base + sum of scaling B A.
+"""Penalty of a block that trains through low-rank adapters (LoRA): W = base + sum of scaling B A.
 
-Its displacement in the block's own bases is
+The displacement in the eigenbasis of the block's precision is
 
     c = U_H^T (base - mean) U_Q + sum of scaling (U_H^T B) (A U_Q),
 
-where the first part does not change while the base is frozen (and is zero where the memory was made on it), and the
-factors of the second are thin. With G = L c, the gradients of 1/2 c^T L c are
+where the first term is constant while the base is frozen (and zero if the memory's mean is the base), and the factors
+of the second have low rank. With G = L c, the gradients of 1/2 c^T L c are
 
     in B: scaling U_H (G (A U_Q)^T),    in A: scaling ((U_H^T B)^T G) U_Q^T.
 
-For a weight of out x in and rank r that is a few times r (out^2 + in^2 + out in) products, never out in (out + in).
+For a weight of shape out x in and rank r this costs a few times r (out^2 + in^2 + out in) multiplications, never
+out in (out + in).
 
-Where the memory is of one task, L = prior + Q (x) H, and without an offset not even that. With all adapters side by
-side as one B (times its scaling) and one A,
+For a memory of a single task, L = prior + Q (x) H, and without an offset the cost is lower still. With all adapters
+concatenated into one B (including the scaling) and one A,
 
     penalty = 1/2 tr((B^T H B) (A Q A^T)) + prior / 2 tr((B^T B) (A A^T)),
     in B: H B (A Q A^T) + prior B (A A^T),    in A: (B^T H B) A Q + prior (B^T B) A,
 
-r (out^2 + in^2) products and nothing of the size of the weight.
+which costs r (out^2 + in^2) multiplications and allocates nothing of the size of the weight.
 """
 
 from __future__ import annotations
@@ -39,39 +40,60 @@ from limpet.precision import Kronecker, Precision, Rotation
 
 @dataclass(frozen=True)
 class KroneckerSpectrum:
-    """prior + Q (x) H by the eigenvalues h and q of its factors."""
+    """The precision prior + Q (x) H, represented by the eigenvalues of its factors.
+
+    Args:
+        h: Eigenvalues of H.
+        q: Eigenvalues of Q.
+        prior: Prior precision.
+    """
 
     h: Tensor
     q: Tensor
     prior: float
 
     def times(self, factor: float) -> KroneckerSpectrum:
-        """prior + factor Q (x) H."""
+        """Return the spectrum of prior + factor Q (x) H."""
         return replace(self, h=factor * self.h)
 
 
 class LoRAPenalty:
-    """The displacement, penalty and gradients of one block with adapters."""
+    """Displacement, penalty and gradients of one block with adapters.
+
+    Args:
+        held: The posterior of the block.
+        parameters: The base parameters of the block, in its order.
+        adapters: The low-rank adapters of these parameters.
+    """
 
     def __init__(self, held: BlockPosterior, parameters: Sequence[nn.Parameter], adapters: Sequence[LowRank]) -> None:
         self.held, self.parameters, self.adapters = held, parameters, adapters
-        self._known: tuple[Any, Tensor | None] = (None, None)  # the weights as they were, and base - mean
+        self._known: tuple[Any, Tensor | None] = (None, None)  # state of the base weights, and base - mean
         linear_term = held.linear_term
         self.linear_term = None if linear_term is None else self.sides().into(linear_term)
         self.product = self._product(held.precision)
         self.fisher_product = self._product(held.precision.fisher())
 
     def sides(self) -> Rotation:
-        """U_H and U_Q; asked for every time, since bases may lie elsewhere in between."""
+        """Return U_H and U_Q. Not cached, since the bases may be offloaded between calls."""
         return Rotation() if self.held.block.kind == PER_SAMPLE else self.held.precision.sides()
 
     @property
     def rotated(self) -> bool:
-        """Whether the coordinates are those of the precision's spectrum."""
+        """Whether `coordinates` are in the eigenbasis of the precision."""
         return self.held.block.kind != PER_SAMPLE and isinstance(self.held.precision, Kronecker)
 
     def fits(self, held: BlockPosterior, parameters: Sequence[nn.Parameter], adapters: Sequence[LowRank]) -> bool:
-        """Whether this is still how the block is: its memory, its weights and its adapters."""
+        """Whether this object is still valid for a block.
+
+        Args:
+            held: The current posterior of the block.
+            parameters: Its current base parameters.
+            adapters: Its current adapters.
+
+        Returns:
+            True if all of them are the ones this object was created with.
+        """
         ours, theirs = (
             [(id(one.a), id(one.b), one.scaling, one.transposed) for one in some] for some in (self.adapters, adapters)
         )
@@ -79,7 +101,7 @@ class LoRAPenalty:
         return self.held is held and same and ours == theirs
 
     def coordinates(self) -> Tensor:
-        """w - mean in the block's bases, differentiable in the adapters."""
+        """Return w - mean in the eigenbasis of the block, differentiable with respect to the adapters."""
         start, sides = self._offset(), self.sides()
         for adapter in self.adapters:
             left, right = self._factors(adapter, sides)
@@ -89,7 +111,7 @@ class LoRAPenalty:
         return torch.zeros_like(self.held.mean) if start is None else start
 
     def _product(self, precision: Precision) -> KroneckerSpectrum | None:
-        """The precision as prior + Q (x) H, where it is that and the adapters are made of matrices as the block is."""
+        """The precision as prior + Q (x) H; None if it does not have this form or the block is per-sample."""
         found = precision.separable() if isinstance(precision, Kronecker) and self.linear_term is None else None
         if found is None or self.held.block.kind == PER_SAMPLE:
             return None
@@ -97,7 +119,7 @@ class LoRAPenalty:
         return KroneckerSpectrum(h, q, precision.prior)
 
     def value(self) -> Tensor:
-        """The penalty of the block, differentiable in the adapters."""
+        """Return the penalty of the block, differentiable with respect to the adapters."""
         if self.product is not None and self.starts_at_the_mean:
             return self._closed(self.product)[0]
         c = self.coordinates()
@@ -105,7 +127,7 @@ class LoRAPenalty:
         return value if self.linear_term is None else value + (self.linear_term * c).sum()
 
     def rise(self) -> float:
-        """1/2 d^T F d."""
+        """Return the predicted increase of the loss, 1/2 d^T F d."""
         with torch.no_grad():
             if self.fisher_product is not None and self.starts_at_the_mean:
                 return float(self._closed(self.fisher_product)[0])
@@ -114,11 +136,20 @@ class LoRAPenalty:
 
     @property
     def starts_at_the_mean(self) -> bool:
-        """Whether the adapters are all of the displacement."""
+        """Whether the base equals the mean, so that the whole displacement is due to the adapters."""
         return self._offset() is None
 
     def penalty_gradients(self, product: KroneckerSpectrum) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """The gradient of the penalty in the adapters' parameters, where they start at the mean of such a precision."""
+        """Yield each adapter parameter with the gradient of the penalty, for a precision of the form prior + Q (x) H.
+
+        Requires `starts_at_the_mean`.
+
+        Args:
+            product: The eigenvalues of Q and H, and the prior.
+
+        Yields:
+            Each parameter with its gradient.
+        """
         _, of_left, of_right = self._closed(product)
         start = 0
         for adapter in self.adapters:
@@ -127,7 +158,7 @@ class LoRAPenalty:
             start = stop
 
     def _closed(self, product: KroneckerSpectrum) -> tuple[Tensor, Tensor, Tensor]:
-        """The penalty, and its gradients in all B (times their scalings) side by side and in all A."""
+        """The penalty in closed form, with its gradients in the concatenated B (including the scaling) and A."""
         like, sides = self.held.mean, self.sides()
         B = torch.cat([one.scaling * one.left.to(like.device, like.dtype) for one in self.adapters], 1)
         A = torch.cat([one.right.to(like.device, like.dtype) for one in self.adapters])
@@ -139,12 +170,12 @@ class LoRAPenalty:
         return value, HB @ AQA + product.prior * (B @ AA), BHB @ AQ + product.prior * (BB @ A)
 
     def pull(self, c: Tensor) -> Tensor:
-        """The gradient of the penalty in the coordinates."""
+        """Return the gradient of the penalty with respect to `coordinates`."""
         pulled = self.held.precision.apply_in_sides(c)
         return pulled if self.linear_term is None else pulled + self.linear_term
 
     def gradients(self, pulled: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """What a gradient in the coordinates is in the adapters' parameters."""
+        """Map a gradient with respect to `coordinates` to a gradient for each adapter parameter."""
         sides = self.sides()
         for adapter in self.adapters:
             left, right = self._factors(adapter, sides)
@@ -154,11 +185,11 @@ class LoRAPenalty:
             yield from adapter.gradients(of_left, of_right)
 
     def back(self, c: Tensor) -> Tensor:
-        """From the block's bases to the block."""
+        """Rotate from the eigenbasis back to the block."""
         return self.sides().back(c)
 
     def _factors(self, adapter: LowRank, sides: Rotation) -> tuple[Tensor, Tensor]:
-        """U_H^T left and right U_Q; where the block has a bias, no adapter reaches its column."""
+        """U_H^T left and right U_Q. Adapters do not affect the bias column of the block, if there is one."""
         like = self.held.mean
         left, right = (factor.to(like.device, like.dtype) for factor in (adapter.left, adapter.right))
         bias = 0 if self.held.block.kind == PER_SAMPLE else self.held.block.shape[-1] - right.shape[1]
@@ -168,10 +199,10 @@ class LoRAPenalty:
 
     @torch.no_grad()
     def _offset(self) -> Tensor | None:
-        """base - mean in the block's bases; None where it is zero.
+        """Offset base - mean in the eigenbasis of the block; None if it is zero.
 
-        Made anew when a base weight has changed, and every time where one trains: fused optimizers do not count up the
-        version of what they change.
+        Recomputed when a base weight has changed, and on every call if one is trainable: fused optimizers do not
+        increment the version counter of the tensors they update.
         """
         state = [(parameter.data_ptr(), parameter._version) for parameter in self.parameters]
         if self._known[0] != state or any(parameter.requires_grad for parameter in self.parameters):
@@ -183,9 +214,14 @@ class LoRAPenalty:
 
 @torch.no_grad()
 def scale_down(blocks: Sequence[LoRAPenalty], most: float) -> None:
-    """Make what adapters add smaller, all by the same factor, until 1/2 d^T F d of these blocks is `most`.
+    """Scale down the adapters, all by the same factor, until 1/2 d^T F d of these blocks is at most `most`.
 
-    It goes with the square of the factor where the adapters are all of the displacement; elsewhere with less.
+    The increase is quadratic in the factor if the whole displacement is due to the adapters; otherwise it shrinks more
+    slowly, and the scaling is repeated.
+
+    Args:
+        blocks: The blocks whose adapters are scaled in place.
+        most: Largest allowed increase.
     """
     for _ in range(20):
         rise = sum(block.rise() for block in blocks)

@@ -1,8 +1,8 @@
-"""How likely what was learned is under the memory, as a function of the prior: the Laplace evidence.
+"""Laplace approximation of the log marginal likelihood (evidence) as a function of the prior precision.
 
     log p(data) = log p(data | mean) - 1/2 prior |mean|^2 - 1/2 sum log((D + prior) / prior)
 
-(MacKay 1992.) D are the eigenvalues of the sum of F_t, in closed form here.
+(MacKay 1992.) D are the eigenvalues of the sum of the tasks' Fishers F_t, available in closed form here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from limpet.precision.linalg import widened
 
 @torch.no_grad()
 def log_evidence(posterior: Posterior, prior: float) -> float:
-    """The part of the log evidence that depends on the prior precision."""
+    """Compute the part of the log marginal likelihood that depends on the prior precision.
+
+    Args:
+        posterior: The posterior.
+        prior: The prior precision.
+
+    Returns:
+        The log marginal likelihood, up to a constant.
+    """
     value = 0.0
     for held in posterior.held.values():
         values = widened(held.precision.spectrum().total)
@@ -26,14 +34,27 @@ def log_evidence(posterior: Posterior, prior: float) -> float:
 
 @torch.no_grad()
 def evidence_prior(posterior: Posterior) -> float:
-    """The prior precision of the greatest evidence, by MacKay's iteration:
+    """Find the prior precision that maximizes the log marginal likelihood.
 
-    prior = (number of weights that the data decide, sum D / (D + prior)) / |mean|^2.
+    Uses MacKay's fixed-point iteration, with the effective number of parameters sum D / (D + prior):
+
+        prior = (sum D / (D + prior)) / |mean|^2
+
+    Args:
+        posterior: A posterior with at least one task.
+
+    Returns:
+        The prior precision.
+
+    Raises:
+        LimpetError: If the posterior has no task yet.
     """
     spectra = [widened(held.precision.spectrum().total) for held in posterior.held.values()]
     square = sum(float(widened(held.mean).square().sum()) for held in posterior.held.values())
     if not square > 0 or not any(bool((values > 0).any()) for values in spectra):
-        raise LimpetError("there is no evidence before the first task: call memory.consolidate(...) first")
+        raise LimpetError(
+            "the log marginal likelihood is undefined before the first task: call memory.consolidate(...) first"
+        )
     prior = posterior.prior_precision or 1.0
     for _ in range(200):
         before, prior = prior, sum(float((values / (values + prior)).sum()) for values in spectra) / square

@@ -1,9 +1,10 @@
-"""Weights around the mode, drawn as the memory's Gaussian lies, and as far away as the loss is predicted to rise.
+"""Random weight perturbations around the mode, scaled so that the loss is predicted to rise by a given amount.
 
     z ~ N(0, (L / T + I / v)^-1),    T such that 1/2 z^T F z / N = rise
 
-with L the precision that the task will leave, F the task's own Fisher and v the mean square of the block's weights: in
-directions that nothing holds, no weight moves further than weights are large.
+with L the precision after consolidating the task, F the Fisher of the task alone, N its number of examples and v the
+mean square of the block's weights, which bounds the perturbation in directions without curvature by the size of the
+weights.
 """
 
 from __future__ import annotations
@@ -25,15 +26,22 @@ from limpet.precision import KroneckerSum, Precision, Spectrum, Term
 from limpet.precision.base import noise
 
 CLOSE = 0.05
-"""How near the predicted rise has to come to the one asked for, relatively."""
+"""Relative tolerance of the predicted rise."""
 
 FLOOR = 1e-6
-"""What holds in directions where nothing does, as a share of what holds the most."""
+"""Smallest curvature, relative to the largest, that a solve with L divides by."""
 
 
 @dataclass(frozen=True)
 class BlockPerturbation:
-    """A block with the precision that the task will leave, the task's own Fisher, and the weights' mean square."""
+    """Distribution of the perturbations of one block.
+
+    Args:
+        block: The block.
+        precision: The precision L after consolidating the task.
+        fisher: The terms of the task's Fisher F.
+        square: The mean square v of the block's weights.
+    """
 
     block: Block
     precision: Precision
@@ -41,59 +49,82 @@ class BlockPerturbation:
     square: float
 
     def draw(self, temperature: float, generator: torch.Generator) -> Tensor:
-        """One displacement of the block."""
+        """Draw one perturbation from N(0, (L / temperature + I / square)^-1).
+
+        Args:
+            temperature: The temperature T.
+            generator: The random generator.
+
+        Returns:
+            The perturbation, in the shape of the block.
+        """
         cooled: Any = self.precision.scale(1 / temperature)
         return replace(cooled, prior=cooled.prior + 1 / self.square).sample(generator)  # type: ignore[no-any-return]
 
     @cached_property
     def spectrum(self) -> Spectrum:
-        """The precision's own."""
+        """Spectrum of the precision."""
         return self.precision.spectrum()
 
     def push(self, step: float, generator: torch.Generator) -> Tensor:
-        """(I + step L)^-1 e with e ~ N(0, 2 square I): towards other weights of the same size, held back.
+        """Draw noise damped by a proximal step: (I + step L)^-1 e with e ~ N(0, 2 square I).
 
-        Noise is the same in every basis, so it is drawn in that of L.
+        The noise e is the difference of two independent sets of weights of the same size. It is isotropic, so it is
+        drawn in the eigenbasis of L.
+
+        Args:
+            step: The step size of the proximal step.
+            generator: The random generator.
+
+        Returns:
+            The perturbation, in the shape of the block.
         """
         drawn = noise(self.spectrum.fisher.shape, self.spectrum.fisher, generator)
         return self.spectrum.back(math.sqrt(2 * self.square) * drawn / self.spectrum.proximal_denominator(step))
 
     def followed(self, gradient: Mapping[str, Tensor]) -> Tensor:
-        """L^-1 gradient: where the block goes that something pulls on and L holds."""
+        """Return L^-1 gradient, the displacement at which a linear loss with this gradient balances the penalty."""
         pulled = self.spectrum.into(self.block.gather(gradient).to(self.spectrum.total))
         held = self.spectrum.prior + self.spectrum.total
         return self.spectrum.back(pulled / held.clamp_min(FLOOR * float(held.max())))
 
     def rise(self, z: Tensor) -> float:
-        """1/2 z^T F z."""
+        """Return the predicted increase of the loss, 1/2 z^T F z."""
         return sum(float((z * term.apply(z)).sum()) for term in self.fisher) / 2
 
 
-class Surroundings:
-    """Displacements of the weights by number; the same number gives the same one."""
+class WeightPerturbation:
+    """Numbered random perturbations of the weights; the same number always gives the same perturbation.
 
-    def __init__(self, places: Sequence[BlockPerturbation], examples: int, rise: float, seed: int) -> None:
-        self.places, self.examples, self.seed = places, examples, seed
+    Args:
+        block_perturbations: The perturbation of each block.
+        examples: Number of examples N of the task.
+        rise: Target rise of the loss, in nats per example.
+        seed: Random seed.
+    """
+
+    def __init__(self, block_perturbations: Sequence[BlockPerturbation], examples: int, rise: float, seed: int) -> None:
+        self.block_perturbations, self.examples, self.seed = block_perturbations, examples, seed
         self.temperature = self._solve(rise)
 
     def __repr__(self) -> str:
-        return f"<Surroundings seed={self.seed} temperature={self.temperature!r}>"
+        return f"<WeightPerturbation seed={self.seed} temperature={self.temperature!r}>"
 
     def __call__(self, number: int) -> dict[str, Tensor]:
-        """Displacement `number`, by parameter."""
-        return by_parameter(self.places, self._drawn(self.temperature, number))
+        """Return perturbation `number`, by parameter."""
+        return by_parameter(self.block_perturbations, self._drawn(self.temperature, number))
 
     def _drawn(self, temperature: float, number: int) -> list[Tensor]:
         generator = numbered(self.seed, number)
-        return [place.draw(temperature, generator) for place in self.places]
+        return [place.draw(temperature, generator) for place in self.block_perturbations]
 
     def predicted(self, temperature: float) -> float:
-        """The predicted rise of the loss at one displacement, in nats per example."""
+        """Return the predicted rise of the loss at one perturbation, in nats per example."""
         drawn = self._drawn(temperature, 0)
-        return sum(place.rise(z) for place, z in zip(self.places, drawn, strict=True)) / self.examples
+        return sum(place.rise(z) for place, z in zip(self.block_perturbations, drawn, strict=True)) / self.examples
 
     def _solve(self, rise: float) -> float:
-        """The temperature, by the secant method on logarithms: the rise goes as a power of it, at most the first."""
+        """Solve for the temperature by the secant method in log space: the rise is a power of it, at most linear."""
         at, power, before = 0.0, 1.0, (math.nan, math.nan)
         for _ in range(12):
             off = math.log(max(self.predicted(math.exp(at)), 1e-300) / rise)
@@ -107,14 +138,35 @@ class Surroundings:
 
 
 @torch.no_grad()
-def surroundings(posterior: Posterior, fisher: Fisher, strength: float, rise: float, seed: int) -> Surroundings | None:
-    """Where the weights may go after a task whose Fisher is this; None where no block has weights and a Fisher."""
-    found = places(with_task(posterior, fisher, strength), fisher)
-    return Surroundings(found, fisher.examples, rise, seed) if found else None
+def weight_perturbation(
+    posterior: Posterior, fisher: Fisher, strength: float, rise: float, seed: int
+) -> WeightPerturbation | None:
+    """Create the weight perturbations for a task.
+
+    Args:
+        posterior: The posterior before the task.
+        fisher: The Fisher of the task.
+        strength: The strength that the task will be consolidated with.
+        rise: Target rise of the loss, in nats per example.
+        seed: Random seed.
+
+    Returns:
+        The perturbations, or None if no block has both nonzero weights and curvature.
+    """
+    found = block_perturbations(with_task(posterior, fisher, strength), fisher)
+    return WeightPerturbation(found, fisher.examples, rise, seed) if found else None
 
 
-def places(posterior: Posterior, fisher: Fisher) -> list[BlockPerturbation]:
-    """The blocks that have weights and of which the task says something, in a posterior that knows the task."""
+def block_perturbations(posterior: Posterior, fisher: Fisher) -> list[BlockPerturbation]:
+    """Collect the blocks that have nonzero weights and curvature from the task.
+
+    Args:
+        posterior: The posterior after the task, see `with_task`.
+        fisher: The Fisher of the task.
+
+    Returns:
+        The perturbation of each of these blocks.
+    """
     weights, found = posterior.weights(), []
     for held in posterior.held.values():
         square = float(held.matrix(weights).detach().square().mean())
@@ -124,20 +176,33 @@ def places(posterior: Posterior, fisher: Fisher) -> list[BlockPerturbation]:
 
 
 def numbered(seed: int, number: int) -> torch.Generator:
-    """The random numbers of one displacement."""
+    """Return a CPU generator for perturbation `number`, seeded from `seed` and `number`."""
     return torch.Generator().manual_seed(((seed << 20) + number) % 2**63)
 
 
-def by_parameter(places: Sequence[BlockPerturbation], displacements: Sequence[Tensor]) -> dict[str, Tensor]:
-    """A displacement of every place, by parameter."""
+def by_parameter(
+    block_perturbations: Sequence[BlockPerturbation], displacements: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Convert one displacement per block to one per parameter, by name."""
     found: dict[str, Tensor] = {}
-    for place, z in zip(places, displacements, strict=True):
+    for place, z in zip(block_perturbations, displacements, strict=True):
         found.update(place.block.scatter(z))
     return found
 
 
 def with_task(posterior: Posterior, fisher: Fisher, strength: float) -> Posterior:
-    """The posterior that a task with this Fisher would leave; of growing sums, their form of constant size."""
+    """Return the posterior after consolidating a task, without changing `posterior`.
+
+    A Kronecker sum, which grows with every task, is replaced by its constant-size approximation in one eigenbasis.
+
+    Args:
+        posterior: The posterior before the task.
+        fisher: The Fisher of the task.
+        strength: What the Fisher is multiplied by.
+
+    Returns:
+        The new posterior.
+    """
     trial = copy(posterior)
     trial.held = dict(posterior.held)
     trial.arrange(fisher.blocks)

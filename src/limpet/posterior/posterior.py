@@ -1,4 +1,4 @@
-"""The Gaussian that a memory is: a mean and a precision for every block of weights."""
+"""Block-diagonal Gaussian posterior over a model's weights: a mean and a precision for every block."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from limpet.posterior.sharding import BlockSharding, reject_sharded
 from limpet.precision import STRUCTURES, Kronecker, KroneckerSum, Precision
 
 PRIOR_MEANS = ("zero", "initial")
-"""What the weights are thought to be before the first task: zero, or what they were when the memory was made."""
+"""Prior mean of the weights: zero, or their values when the memory was created."""
 
 
 class _EffectiveWeights(Mapping[str, Tensor]):
-    """Parameters by name; what adapters add to one is added when it is asked for."""
+    """Effective weights by name: each parameter plus the update of its adapters, computed on access."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], adapted: Mapping[nn.Parameter, Sequence[LowRank]]) -> None:
         self._parameters, self._adapted = parameters, adapted
@@ -31,7 +31,7 @@ class _EffectiveWeights(Mapping[str, Tensor]):
         weight: Tensor = self._parameters[name]
         for adapter in self._adapted.get(self._parameters[name], ()):
             added = adapter.added(weight.shape)
-            # in float32 at least: a change that a half-precision weight would round away is one all the same
+            # in float32 or wider, so that a half-precision weight does not round the update away
             weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + added.to(weight.device)
         return weight
 
@@ -43,7 +43,16 @@ class _EffectiveWeights(Mapping[str, Tensor]):
 
 
 class Posterior:
-    """All blocks of a model, by name, and the settings by which new ones are started."""
+    """Posterior of all blocks of a model, by name, and the prior for new blocks.
+
+    If the model is sharded, `held` has only the blocks that this rank owns.
+
+    Args:
+        model: The model.
+        structure: The structure of each block's precision.
+        prior_precision: Precision of the isotropic Gaussian prior.
+        prior_mean: Mean of the prior, one of `PRIOR_MEANS`.
+    """
 
     def __init__(self, model: nn.Module, structure: Structure, prior_precision: float, prior_mean: str) -> None:
         self.model = model
@@ -53,18 +62,16 @@ class Posterior:
         self.held: dict[str, BlockPosterior] = {}
         self.constant = 0.0
         self._lora_penalties: dict[str, LoRAPenalty] = {}
-        self.sharding = BlockSharding.of(
-            model
-        )  # where the model lies on many ranks in pieces, `held` is what this one keeps
+        self.sharding = BlockSharding.of(model)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The model's parameters by name."""
+        """Return the model's parameters by name."""
         return named_parameters(self.model)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The same as what they act as now: the weight of a layer with adapters is its base with what they add.
+        """Return the effective weights by name: base weights plus the updates of their adapters.
 
-        Of a model in pieces, those of the blocks that this rank keeps, brought here: a collective.
+        For a sharded model this is a collective that gathers the parameters of the blocks that this rank owns.
         """
         parameters, adapted = self.parameters(), adapted_parameters(self.model)
         if self.sharding is not None:
@@ -73,7 +80,7 @@ class Posterior:
         return _EffectiveWeights(parameters, adapted) if adapted else parameters
 
     def lora_penalties(self) -> dict[str, LoRAPenalty]:
-        """The blocks that train through adapters, by name."""
+        """Return the penalties of the blocks that train through adapters, by name."""
         parameters, adapted = self.parameters(), adapted_parameters(self.model)
         found = {}
         for name, held in self.held.items() if adapted else ():
@@ -87,7 +94,7 @@ class Posterior:
         return found
 
     def way_to_the_mean(self) -> dict[str, Tensor]:
-        """mean - w, by parameter."""
+        """Return mean - w, by parameter."""
         weights, way = self.weights(), {}
         for held in self.held.values():
             way.update(held.block.scatter(-held.displacement(weights)))
@@ -95,20 +102,38 @@ class Posterior:
 
     @full_precision()
     def penalty(self) -> Tensor:
-        """The whole penalty, differentiable, not divided by the number of examples."""
-        reject_sharded(self.sharding, "memory.penalty()", "hold on with memory.protect(optimizer, examples=N)")
+        """Compute the total penalty, differentiable, and not divided by the number of examples.
+
+        Returns:
+            The penalty, a scalar.
+
+        Raises:
+            LimpetError: If there are no blocks.
+            UnsupportedError: If the model is sharded.
+        """
+        reject_sharded(self.sharding, "memory.penalty()", "use memory.protect(optimizer, examples=N)")
         weights, lora_penalties = self.weights(), self.lora_penalties()
         values = [
             lora_penalties[name].value() if name in lora_penalties else held.value(weights)
             for name, held in self.held.items()
         ]
         if not values:
-            raise LimpetError("the memory holds no block: every parameter of the model is frozen or in exclude=[...]")
+            raise LimpetError(
+                "the memory has no blocks because every parameter is frozen or excluded: "
+                "set requires_grad=True, or remove entries from exclude=[...]"
+            )
         return torch.stack([value.to(values[0].device) for value in values]).sum() + self.constant
 
     @full_precision()
     def rises(self, without: Collection[str] = ()) -> dict[str, float]:
-        """1/2 (w - mean)^T F (w - mean) of the blocks that hold tasks, by name; of all ranks."""
+        """Compute the predicted increase of the old loss, 1/2 (w - mean)^T F (w - mean), for every block with tasks.
+
+        Args:
+            without: Names of blocks to leave out.
+
+        Returns:
+            The increase by block name, over all ranks.
+        """
         weights, lora_penalties = self.weights(), self.lora_penalties()
         rises = {
             name: lora_penalties[name].rise()
@@ -122,7 +147,15 @@ class Posterior:
         return {name: rise for some in self.sharding.ranks.gather(rises) for name, rise in some.items()}
 
     def start(self, block: Block, weights: Mapping[str, Tensor]) -> BlockPosterior:
-        """A block that knows only the prior."""
+        """Create a block with the prior as its posterior.
+
+        Args:
+            block: The block.
+            weights: The current weights, by parameter name.
+
+        Returns:
+            The posterior of the block, without tasks.
+        """
         matrix = block.gather(weights).detach()
         like = matrix.new_zeros((), dtype=torch.promote_types(matrix.dtype, torch.float32))
         mean = like.expand(block.shape) if self.prior_mean == "zero" else matrix.to(like.dtype).clone()
@@ -136,15 +169,21 @@ class Posterior:
         return kind.start(block.shape, self.prior_precision, like)
 
     def without_tasks(self, held: BlockPosterior) -> BlockPosterior:
-        """The same block and mean with the prior alone as precision."""
+        """Return the block with the same mean and only the prior as its precision."""
         like = held.mean.new_zeros(())
         return replace(held, precision=self._prior(held.block, like), linear_term=None, tasks=0)
 
     def arrange(self, blocks: Sequence[Block]) -> None:
-        """Make the blocks those of the model as it is now, or as a pass found it must be measured.
+        """Update the set of blocks to that of the current model, or to what a pass found it must measure.
 
-        New parameters start from the prior. A block that no task has gone into yet may be cut up otherwise; one that
-        holds tasks stays, or becomes its diagonal where from now on it has to be measured example by example.
+        New parameters start from the prior. A block without tasks may be split differently. A block with tasks is kept,
+        or replaced by its diagonal if it must be measured per sample from now on. On error nothing changes.
+
+        Args:
+            blocks: The new blocks, of all ranks.
+
+        Raises:
+            LimpetError: If a block with tasks cannot be carried over.
         """
         before = dict(self.held)
         if self.sharding is not None:
@@ -174,22 +213,22 @@ class Posterior:
             if held.tasks and held.block.parameters not in wanted:
                 if covered & set(held.block.parameters):
                     raise LimpetError(
-                        f"{held.block.name} was measured with {', '.join(held.block.parameters)} together, and the "
-                        "model now trains or uses only part of them: set requires_grad as it was"
+                        f"{held.block.name} was measured with {', '.join(held.block.parameters)} together, but the "
+                        "model now trains or uses only some of them: restore requires_grad to what it was"
                     )
-                arranged[held.block.name] = held  # frozen since: its weights stay, and so does what is known
+                arranged[held.block.name] = held  # frozen since: its posterior stays valid
         self.held = arranged
         self.follow_devices()
 
     def _turn_to_diagonals(self, direct: set[str]) -> None:
-        """Take known blocks apart whose parameters are all used directly now."""
+        """Split blocks with tasks into diagonals if all their parameters are per-sample blocks now."""
         for name, held in list(self.held.items()):
             if held.tasks and held.block.kind != PER_SAMPLE and direct.issuperset(held.block.parameters):
                 del self.held[name]
                 self.held.update({piece.block.name: piece for piece in held.as_diagonals()})
 
     def _drop_deleted(self) -> None:
-        """Leave out blocks whose parameters the model no longer has; refuse those that have another shape."""
+        """Drop blocks whose parameters the model no longer has; raise if a parameter changed its shape."""
         weights = self.parameters()
         for name, held in list(self.held.items()):
             shapes = dict(zip(held.block.parameters, held.block.shapes, strict=True))
@@ -197,17 +236,17 @@ class Posterior:
             other = [p for p, shape in shapes.items() if p in weights and weights[p].shape != shape]
             if other and held.tasks:
                 raise LimpetError(
-                    f"{other[0]} was {tuple(shapes[other[0]])} when it was measured and is "
-                    f"{tuple(weights[other[0]].shape)} now: leave a head that grows out of the memory from the start, "
+                    f"{other[0]} had shape {tuple(shapes[other[0]])} when it was measured, but has shape "
+                    f"{tuple(weights[other[0]].shape)} now: if it is a growing head, create the memory with "
                     f"exclude=[{name!r}]"
                 )
             if gone and held.tasks:
-                warn(f"the model no longer has {gone[0]}, and what was known of it is dropped", NotProtectedWarning)
+                warn(f"the model no longer has {gone[0]}: its block is dropped from the memory", NotProtectedWarning)
             if gone or other:
                 del self.held[name]
 
     def follow_devices(self) -> None:
-        """Move the blocks of a model that went to another device."""
+        """Move each block to the device of its parameters."""
         weights = self.parameters()
         for name, held in self.held.items():
             device = weights[held.block.parameters[0]].device
@@ -220,7 +259,7 @@ class Posterior:
                 )
 
     def _cut_again(self, block: Block, weights: Mapping[str, Tensor]) -> BlockPosterior:
-        """A block of parameters of which some may stand in other blocks already, with no task in them."""
+        """Create a block from parameters that may already be in other blocks without tasks, keeping their means."""
         fresh = self.start(block, weights)
         means: dict[str, Tensor] = dict(zip(block.parameters, block.split(fresh.mean), strict=True))
         for held in self.held.values():
@@ -229,23 +268,23 @@ class Posterior:
                 continue
             if held.tasks:
                 raise LimpetError(
-                    f"{held.block.name} was measured as {held.block.kind} before and cannot be measured so any more; "
-                    "the model uses its weights in another way now: begin a new memory"
+                    f"{held.block.name} was measured as {held.block.kind}, but the model now uses its weights "
+                    "differently, so its curvature cannot be updated: create a new memory"
                 )
             parts = dict(zip(held.block.parameters, held.block.split(held.mean), strict=True))
             means.update({name: parts[name] for name in shared})
         return replace(fresh, mean=block.gather(means))
 
     def replace_all(self, change: Callable[[BlockPosterior], BlockPosterior]) -> None:
-        """Put every block through `change`, all or none."""
+        """Apply `change` to every block. If it raises for any of them, nothing changes."""
         self.held = {name: change(held) for name, held in self.held.items()}
 
     @property
     def names(self) -> list[str]:
-        """The names of all blocks, on whatever rank they are kept."""
+        """Names of the blocks of all ranks."""
         return list(self.held) if self.sharding is None else list(self.sharding.blocks)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors kept, by this rank."""
+        """Size of all tensors stored by this rank, in bytes."""
         return sum(held.nbytes for held in self.held.values())

@@ -1,4 +1,4 @@
-"""A memory that is spread over ranks, because the model is: every block is kept whole by one of them."""
+"""Sharding of a memory over ranks, for sharded models: every block is owned, as a whole, by one rank."""
 
 from __future__ import annotations
 
@@ -13,22 +13,34 @@ from limpet.model import Block
 
 
 class BlockSharding:
-    """Who keeps which block. The same on every rank."""
+    """Assignment of blocks to ranks, identical on every rank.
+
+    Args:
+        ranks: The process group.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.owners: dict[str, int] = {}  # by parameter, so that a block that is cut up otherwise stays where it was
-        self.blocks: dict[str, Block] = {}  # those of all ranks
+        self.owners: dict[str, int] = {}  # by parameter, so that a block that is split differently keeps its owner
+        self.blocks: dict[str, Block] = {}  # the blocks of all ranks
 
     @classmethod
     def of(cls, model: nn.Module) -> BlockSharding | None:
-        """How the memory of a model is spread; None where the model is in one piece."""
+        """Create the sharding for a model; None if the model is not sharded."""
         ranks = current()
         pieces = any(is_sharded(parameter) for parameter in model.parameters())
         return None if ranks is None or not pieces else cls(ranks)
 
     def settle(self, blocks: Sequence[Block], structure: Structure) -> list[Block]:
-        """Give every block that is new to an owner, and return those of this rank."""
+        """Assign every new block to a rank, balanced by size.
+
+        Args:
+            blocks: The blocks of all ranks.
+            structure: The structure of the blocks, which determines their sizes.
+
+        Returns:
+            The blocks that this rank owns.
+        """
         new = {b.name: structure.size(b) for b in blocks if self.owners.keys().isdisjoint(b.parameters)}
         owners = share(new, self.ranks.size)
         for block in blocks:
@@ -39,16 +51,25 @@ class BlockSharding:
         return [block for block in blocks if self.owner(block) == self.ranks.rank]
 
     def owner(self, block: Block) -> int:
-        """The rank that keeps a block."""
+        """The rank that owns a block."""
         return self.owners[block.parameters[0]]
 
     def exchange(self, parameters: Mapping[str, Tensor]) -> Exchange:
-        """The way of all blocks' parameters to their owners and back."""
+        """Create the exchange that moves all blocks' parameters to their owners and back."""
         names = {name for block in self.blocks.values() for name in block.parameters}
         return Exchange(self.ranks, parameters, {name: self.owners[name] for name in sorted(names)})
 
 
-def reject_sharded(sharding: BlockSharding | None, what: str, mend: str) -> None:
-    """Say no to what needs the whole model, or the whole memory, in one process."""
+def reject_sharded(sharding: BlockSharding | None, what: str, fix: str) -> None:
+    """Raise an error for operations that need the whole model, or the whole memory, in one process.
+
+    Args:
+        sharding: The sharding of the memory. None, for an unsharded model, never raises.
+        what: The operation, for the message.
+        fix: What to do instead, for the message.
+
+    Raises:
+        UnsupportedError: If the model is sharded.
+    """
     if sharding is not None:
-        raise UnsupportedError(f"{what} is not for a model in pieces (fully_shard): {mend}")
+        raise UnsupportedError(f"{what} does not support sharded models (fully_shard): {fix}")

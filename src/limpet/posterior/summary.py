@@ -1,4 +1,4 @@
-"""What a memory holds, and what it does not: every parameter and every running statistic of the model."""
+"""Report on which parameters and running statistics of a model a memory protects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ from limpet.precision.block_diagonal import in_words
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """One parameter or buffer of the model."""
+    """Row of a report: one parameter or buffer of the model.
+
+    Args:
+        name: Name of the parameter or buffer.
+        shape: Its shape.
+        block: Name of its block, empty if it has none.
+        structure: Structure of the block's precision.
+        bytes: Its share of the block's size, in bytes.
+        protected: Whether it is protected.
+        note: The kind of layer, or why it is not protected.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -29,7 +39,13 @@ class ParameterRow:
 
 @dataclass(frozen=True)
 class Report:
-    """`rows` is the data, `str(report)` the table."""
+    """Report on what a memory protects; `str(report)` formats it as a table.
+
+    Args:
+        title: Title line of the table.
+        rows: One row for every parameter and every running statistic.
+        nbytes: Size of the memory, in bytes.
+    """
 
     title: str
     rows: tuple[ParameterRow, ...]
@@ -55,7 +71,7 @@ class Report:
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, its columns one below the other; the first is the header."""
+    """Format a table with aligned columns as a list of lines. The first row is the header."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
     lines.insert(1, "  ".join("-" * width for width in widths))
@@ -63,7 +79,17 @@ def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 def report(posterior: Posterior, title: str, *, exclude: Collection[str], unused: Collection[str]) -> Report:
-    """A row for every parameter of the model, and one for every running statistic."""
+    """Create a report with a row for every parameter and every running statistic of the model.
+
+    Args:
+        posterior: The posterior to report on.
+        title: Title line of the table.
+        exclude: The excluded names or patterns.
+        unused: Names of the parameters that had no gradient in the newest task.
+
+    Returns:
+        The report.
+    """
     places = {name: held for held in posterior.held.values() for name in held.block.parameters}
     adapted = adapted_parameters(posterior.model)
     parts = adapter_parameters(posterior.model)
@@ -72,7 +98,7 @@ def report(posterior: Posterior, title: str, *, exclude: Collection[str], unused
         held = places.get(name)
         shape = tuple(parameter.shape)
         if held is None and parameter in parts and adapted:
-            note = "part of an adapter: what it adds to its layer's weight is held"
+            note = "part of an adapter: its update of the layer's weight is protected"
             rows.append(ParameterRow(name, shape, "", "", 0, not is_excluded(name, exclude), note))
         elif held is None:
             rows.append(ParameterRow(name, shape, "", "", 0, False, _why_not(name, parameter, exclude)))
@@ -87,7 +113,7 @@ def report(posterior: Posterior, title: str, *, exclude: Collection[str], unused
 
 
 def described(precision: Precision) -> str:
-    """A structure, and which of its sides are diagonal or in pieces."""
+    """Describe the structure of a precision, including which factors are diagonal or block-diagonal."""
     inner = precision.eigenbasis if isinstance(precision, KroneckerSum) else precision
     if not isinstance(inner, Kronecker):
         return precision.structure
@@ -97,7 +123,7 @@ def described(precision: Precision) -> str:
 
 def _note(held: BlockPosterior, name: str, parameter: nn.Parameter, unused: Collection[str], adapted: bool) -> str:
     if not held.tasks:
-        return "no task yet: the prior alone"
+        return "no task yet: prior only"
     if name in unused:
         return "no gradient in the newest task"
     if adapted:
@@ -105,14 +131,14 @@ def _note(held: BlockPosterior, name: str, parameter: nn.Parameter, unused: Coll
     if not parameter.requires_grad:
         return "frozen since it was measured"
     if held.block.kind == PER_SAMPLE:
-        return "not seen by any layer class: exact diagonal, example by example"
+        return "not supported by any layer class: exact diagonal, measured per sample"
     if "+" in held.block.kind:
-        return f"{held.block.kind}: two uses of one weight, a term for each; what lies between them is left out"
+        return f"{held.block.kind}: two uses of one weight, with one term each; cross terms are omitted"
     return held.block.kind
 
 
 def _share(held: BlockPosterior, name: str) -> int:
-    """The block's bytes, divided among its parameters by size; the first takes what division leaves."""
+    """A parameter's share of the block's bytes, by size; the first parameter gets the remainder of the division."""
     numbers = [shape.numel() for shape in held.block.shapes]
     shares = [held.nbytes * n // max(sum(numbers), 1) for n in numbers]
     shares[0] += held.nbytes - sum(shares)
@@ -121,7 +147,7 @@ def _share(held: BlockPosterior, name: str) -> int:
 
 def _why_not(name: str, parameter: nn.Parameter, exclude: Collection[str]) -> str:
     if is_excluded(name, exclude):
-        return "excluded by you"
+        return "excluded with exclude=[...]"
     if not parameter.requires_grad:
         return "frozen (requires_grad=False)"
     return "new since the last consolidation"

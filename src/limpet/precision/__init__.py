@@ -1,4 +1,4 @@
-"""The algebra of one block's precision: a file a structure, the same verbs in each."""
+"""Structured precisions of one parameter block: one module per structure, one shared interface (`Precision`)."""
 
 from limpet.precision.base import Metadata, Precision
 from limpet.precision.block_diagonal import BlockDiagonal, Matrix

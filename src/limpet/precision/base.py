@@ -1,4 +1,4 @@
-"""The verbs that every structure of a precision has."""
+"""The interface that every precision structure implements."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Metadata = dict[str, Any]
-"""The numbers of a precision that are not tensors; plain JSON."""
+"""The numbers of a precision that are not tensors, as plain JSON values."""
 
 
 class Precision(ABC):
-    """The precision L = prior * I + sum of strength_t F_t of one block, a matrix W of shape (..., out, in).
+    """Precision L = prior * I + sum of strength_t F_t of one block, a weight matrix W of shape (..., out, in).
 
-    These verbs are what protection, forecasts, predictions and marginal likelihoods are made of.
-    A precision never changes: `add`, `scale` and `to` give a new one. `v` is everywhere a tensor in the shape
-    of the block, and stands for the vector of its entries.
+    Protection, forecasts, predictions and the log marginal likelihood are built from these methods. A precision is
+    immutable: `add`, `scale` and `to` return a new one. Throughout, `v` is a tensor in the shape of the block and
+    stands for the vector of its entries.
+
+    Attributes:
+        structure: Name of the structure, the value of `structure=` that selects it.
+        shape: Shape of the block.
+        prior: Prior precision, the multiple of the identity in L.
     """
 
     structure: ClassVar[str]
@@ -35,117 +40,265 @@ class Precision(ABC):
 
     @abstractmethod
     def add(self, term: Term, strength: float) -> Self:
-        """L + strength * F."""
+        """Return L + strength * F.
+
+        Args:
+            term: Fisher F of one task, in the form that belongs to this structure.
+            strength: Multiplier of F.
+
+        Returns:
+            A new precision that includes the task.
+
+        Raises:
+            TypeError: If the term belongs to another structure.
+        """
 
     @abstractmethod
     def scale(self, factor: float) -> Self:
-        """factor * L, the prior included."""
+        """Return factor * L, including the prior.
+
+        The F_t themselves are scaled; the strengths stay as they are.
+
+        Args:
+            factor: Multiplier of L.
+
+        Returns:
+            A new precision.
+        """
 
     @abstractmethod
     def fisher(self) -> Self:
-        """The sum of the F_t alone: no prior, every strength 1."""
+        """Return the sum of the F_t alone: no prior, and every strength 1."""
 
     @abstractmethod
     def apply(self, v: Tensor) -> Tensor:
-        """L v."""
+        """Return L v.
+
+        Args:
+            v: Tensor in the shape of the block.
+
+        Returns:
+            The product, in the shape of the block.
+        """
 
     def applier(self) -> Callable[[Tensor], Tensor]:
-        """`apply` for many uses: may be faster, and take memory of its own as long as it is kept."""
+        """Return a version of `apply` for repeated use, which may be faster but hold extra memory while it is alive."""
         return self.apply
 
     def sides(self) -> Rotation:
-        """Bases of the rows and of the columns between which `apply_in_sides` works."""
+        """Return the row and column bases in which `apply_in_sides` works."""
         return Rotation()
 
     def apply_in_sides(self, v: Tensor) -> Tensor:
-        """L v where v, and what comes of it, are U_rows^T (.) U_columns."""
+        """Return L v with both v and the result given in the bases of `sides`, as U_rows^T (.) U_columns.
+
+        Args:
+            v: Rotated tensor, in the shape of the block.
+
+        Returns:
+            The rotated product.
+        """
         return self.apply(v)
 
     def quadratic(self, v: Tensor) -> Tensor:
-        """v^T L v, differentiable."""
+        """Return v^T L v, differentiable in v.
+
+        Args:
+            v: Tensor in the shape of the block.
+
+        Returns:
+            A scalar tensor.
+        """
         return (v * self.apply(v)).sum()
 
     @abstractmethod
     def proximal(self, v: Tensor, step: float) -> Tensor:
-        """(I + step L)^-1 v, the minimiser of 1/(2 step) ||w - v||^2 + 1/2 w^T L w."""
+        """Return the proximal step (I + step L)^-1 v, the minimiser of 1/(2 step) ||w - v||^2 + 1/2 w^T L w.
+
+        Args:
+            v: Tensor in the shape of the block.
+            step: Step size.
+
+        Returns:
+            The minimiser w, in the shape of the block.
+        """
 
     @abstractmethod
     def spectrum(self) -> Spectrum:
-        """L and its Fisher in one basis; where they share none, the Fisher's diagonal in that of L."""
+        """Return the eigenvalues of L and of its Fisher in one basis.
+
+        Where the two share no eigenbasis, the Fisher is represented by its diagonal in the eigenbasis of L.
+        """
 
     @abstractmethod
     def solve(self, v: Tensor) -> Tensor:
-        """L^-1 v."""
+        """Return L^-1 v.
+
+        Args:
+            v: Tensor in the shape of the block.
+
+        Returns:
+            The solution, in the shape of the block.
+
+        Raises:
+            LimpetError: If L is singular.
+        """
 
     @abstractmethod
     def trace(self) -> Tensor:
-        """The trace of L, in float64."""
+        """Return the trace of L, in float64."""
 
     @abstractmethod
     def log_determinant(self) -> Tensor:
-        """log det L, in float64."""
+        """Return log det L, in float64."""
 
     @abstractmethod
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
-        """One draw from N(0, L^-1)."""
+        """Draw one sample from N(0, L^-1).
+
+        Args:
+            generator: Random number generator. Defaults to the global one.
+
+        Returns:
+            The sample, in the shape of the block.
+
+        Raises:
+            LimpetError: If L is singular.
+        """
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """L as a matrix, W flattened row by row. For small blocks and tests."""
+        """Return L as a matrix over W flattened row by row. For small blocks and tests."""
 
     @abstractmethod
     def diagonals(self) -> tuple[Tensor, Tensor]:
-        """The diagonals of the sum of F_t and of the sum of strength_t F_t, in the shape of the block."""
+        """Return the diagonals of the sum of F_t and of the sum of strength_t F_t, in the shape of the block."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors to keep, by name."""
+        """Return the tensors to save, by name."""
 
     @abstractmethod
     def metadata(self) -> Metadata:
-        """The numbers to keep beside the tensors."""
+        """Return the numbers to save alongside the tensors, as plain JSON values."""
 
     @classmethod
     @abstractmethod
     def restore(cls, shape: torch.Size, tensors: Mapping[str, Tensor], metadata: Metadata) -> Self:
-        """The inverse of `tensors` and `facts`; a ValueError says what does not fit."""
+        """Rebuild a precision from its `tensors` and `metadata`.
+
+        Args:
+            shape: Shape of the block.
+            tensors: Tensors by name, as returned by `tensors`.
+            metadata: Numbers by name, as returned by `metadata`.
+
+        Returns:
+            The precision.
+
+        Raises:
+            ValueError: If a tensor or number does not fit the block.
+        """
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
-        """The same precision on another device or in another dtype."""
+        """Return the same precision on another device or in another dtype.
+
+        Args:
+            device: Target device.
+            dtype: Target dtype.
+
+        Returns:
+            A new precision.
+        """
         moved = {name: tensor.to(device, dtype) for name, tensor in self.tensors().items()}
         return self.restore(self.shape, moved, self.metadata())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors kept."""
+        """Number of bytes that the stored tensors take."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors().values())
 
 
 def noise(shape: torch.Size, like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Standard normal numbers in the dtype and on the device of `like`."""
+    """Draw standard normal numbers.
+
+    Args:
+        shape: Shape of the result.
+        like: Tensor whose dtype and device the result gets.
+        generator: Random number generator. Defaults to the global one of the device.
+
+    Returns:
+        The random tensor.
+    """
     device = like.device if generator is None else generator.device
     return torch.randn(shape, dtype=like.dtype, device=device, generator=generator).to(like.device)
 
 
+SINGULAR = "the precision is singular and cannot be inverted: set prior_precision > 0"
+
+
 def inverse_root(eigenvalues: Tensor) -> Tensor:
-    """1 / sqrt(eigenvalues), refused where a direction has no precision at all."""
+    """Return 1 / sqrt(eigenvalues).
+
+    Args:
+        eigenvalues: Eigenvalues of a precision.
+
+    Returns:
+        The inverse square roots, in the same shape.
+
+    Raises:
+        LimpetError: If an eigenvalue is not positive.
+    """
     if not bool((eigenvalues > 0).all()):
-        raise LimpetError("the precision is singular, so it has no inverse: give prior_precision > 0")
+        raise LimpetError(SINGULAR)
     return eigenvalues.rsqrt()
 
 
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The tensor, if it has that shape."""
+    """Return the tensor if it has the expected shape.
+
+    Args:
+        name: Name of the tensor, for the error message.
+        tensor: Tensor to check.
+        shape: Expected shape.
+
+    Returns:
+        The tensor, unchanged.
+
+    Raises:
+        ValueError: If the shape differs.
+    """
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
     return tensor
 
 
 def metadata_number(metadata: Metadata, name: str) -> float:
-    """The number of that name; a ValueError where it is missing or not a finite number >= 0."""
+    """Read a number from the metadata.
+
+    Args:
+        metadata: Metadata of a precision.
+        name: Key to read.
+
+    Returns:
+        The number.
+
+    Raises:
+        ValueError: If it is missing or not a finite number >= 0.
+    """
     return finite_number(name, metadata.get(name))
 
 
 def optional_metadata_number(metadata: Metadata, name: str) -> float | None:
-    """The number of that name, or None."""
+    """Read a number that may be missing from the metadata.
+
+    Args:
+        metadata: Metadata of a precision.
+        name: Key to read.
+
+    Returns:
+        The number, or None if it is missing or None.
+
+    Raises:
+        ValueError: If it is not a finite number >= 0.
+    """
     return None if metadata.get(name) is None else metadata_number(metadata, name)

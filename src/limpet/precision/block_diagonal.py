@@ -1,7 +1,8 @@
-"""Square matrices along a diagonal, and zeros beside them: what a side that is too long for one matrix keeps.
+"""Block-diagonal matrices, which replace Kronecker factors too large to be stored in full.
 
-Cut into k even pieces, a factor of n x n takes n^2 / k numbers, its eigenvectors a k^2-th of the operations, and a
-k-th of what lies beside its diagonal is kept. A side of one piece is a plain tensor: no class stands between.
+Split into k blocks of equal size, an n x n factor takes n^2 / k numbers and its eigendecomposition 1 / k^2 of the
+operations; about 1 / k of the off-diagonal entries remain. A factor of a single block is a plain tensor, without a
+wrapper class.
 """
 
 from __future__ import annotations
@@ -15,22 +16,26 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BlockDiagonal:
-    """The matrix with these pieces along its diagonal, as far as a matrix is asked for here.
+    """Block-diagonal matrix that supports the matrix operations used in this package.
 
-    >>> matrix = BlockDiagonal((torch.full((2, 2), 3.0), torch.ones(1, 1)))
-    >>> matrix.dense()
-    tensor([[3., 3., 0.],
-            [3., 3., 0.],
-            [0., 0., 1.]])
-    >>> torch.tensor([[1.0, 0.0, 2.0]]) @ matrix
-    tensor([[3., 3., 2.]])
+    Args:
+        pieces: The blocks along the diagonal, each of shape (..., n_i, n_i).
+
+    Examples:
+        >>> matrix = BlockDiagonal((torch.full((2, 2), 3.0), torch.ones(1, 1)))
+        >>> matrix.dense()
+        tensor([[3., 3., 0.],
+                [3., 3., 0.],
+                [0., 0., 1.]])
+        >>> torch.tensor([[1.0, 0.0, 2.0]]) @ matrix
+        tensor([[3., 3., 2.]])
     """
 
     pieces: tuple[Tensor, ...]
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of every piece."""
+        """Number of rows of each block."""
         return [piece.shape[-2] for piece in self.pieces]
 
     def __matmul__(self, v: Tensor) -> Tensor:
@@ -48,59 +53,92 @@ class BlockDiagonal:
         return self.each(lambda piece: piece / divisor)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> BlockDiagonal:
-        """The pieces, all put through `change`."""
+        """Apply a function to every block.
+
+        Args:
+            change: Function from block to block.
+
+        Returns:
+            The block-diagonal matrix of the results.
+        """
         return BlockDiagonal(tuple(map(change, self.pieces)))
 
     @property
     def mT(self) -> BlockDiagonal:  # noqa: N802
-        """The transpose, as a tensor calls it."""
+        """The transpose, named as in `torch.Tensor`."""
         return self.each(lambda piece: piece.mT)
 
     def square(self) -> BlockDiagonal:
-        """The squares of the entries."""
+        """Return the elementwise square."""
         return self.each(torch.square)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> BlockDiagonal:
-        """The same elsewhere."""
+        """Return the matrix on another device and in another dtype.
+
+        Args:
+            device: Target device.
+            dtype: Target dtype.
+
+        Returns:
+            The converted matrix.
+        """
         return self.each(lambda piece: piece.to(device, dtype))
 
     def dense(self) -> Tensor:
-        """With the zeros, for small ones."""
+        """Return the matrix with its zeros written out. For small matrices."""
         (whole,) = pieces(recut(self, [sum(self.sizes)]))
         return whole
 
 
 Matrix = Tensor | BlockDiagonal
-"""A square matrix, or one of pieces."""
+"""A square matrix, full or block-diagonal."""
 
 
 def cut(side: int, longest: int) -> tuple[int, ...]:
-    """Even pieces of a side, none above `longest`.
+    """Split a dimension into even block sizes.
 
-    >>> cut(10, 4), cut(10, 10)
-    ((4, 3, 3), (10,))
+    Args:
+        side: Size of the dimension.
+        longest: Largest allowed block size.
+
+    Returns:
+        The fewest sizes that are at most `longest`, differ by at most one and sum to `side`.
+
+    Examples:
+        >>> cut(10, 4), cut(10, 10)
+        ((4, 3, 3), (10,))
     """
     count = -(-side // longest)
     return tuple(side // count + (i < side % count) for i in range(count))
 
 
 def pieces(matrix: Matrix) -> tuple[Tensor, ...]:
-    """The pieces of a matrix; one that is not cut is one."""
+    """Return the diagonal blocks of a matrix; a plain tensor is a single block."""
     return matrix.pieces if isinstance(matrix, BlockDiagonal) else (matrix,)
 
 
 def joined(parts: Sequence[Tensor]) -> Matrix:
-    """The inverse of `pieces`."""
+    """Build a matrix from its diagonal blocks, the inverse of `pieces`."""
     return parts[0] if len(parts) == 1 else BlockDiagonal(tuple(parts))
 
 
 def recut(matrix: Matrix, sizes: Sequence[int]) -> Matrix:
-    """The matrix in pieces of these sizes: what lies in them, as far as it is there.
+    """Split a matrix into diagonal blocks of other sizes.
 
-    >>> recut(joined([torch.ones(2, 2), torch.ones(1, 1)]), [1, 2]).dense()
-    tensor([[1., 0., 0.],
-            [0., 1., 0.],
-            [0., 0., 1.]])
+    Entries outside the new blocks are dropped; entries of the new blocks that the matrix does not store are zero.
+
+    Args:
+        matrix: Square matrix, full or block-diagonal.
+        sizes: Sizes of the new blocks.
+
+    Returns:
+        The matrix in the new blocks.
+
+    Examples:
+        >>> recut(joined([torch.ones(2, 2), torch.ones(1, 1)]), [1, 2]).dense()
+        tensor([[1., 0., 0.],
+                [0., 1., 0.],
+                [0., 0., 1.]])
     """
     parts = pieces(matrix)
     if [part.shape[-1] for part in parts] == list(sizes):
@@ -108,20 +146,28 @@ def recut(matrix: Matrix, sizes: Sequence[int]) -> Matrix:
     found, start = [], 0
     for size in sizes:
         piece = parts[0].new_zeros(*parts[0].shape[:-2], size, size)
-        place = 0
+        offset = 0
         for part in parts:
-            low, high = max(start, place), min(start + size, place + part.shape[-1])
+            low, high = max(start, offset), min(start + size, offset + part.shape[-1])
             if low < high:
-                own, theirs = slice(low - start, high - start), slice(low - place, high - place)
-                piece[..., own, own] = part[..., theirs, theirs]
-            place += part.shape[-1]
+                target, source = slice(low - start, high - start), slice(low - offset, high - offset)
+                piece[..., target, target] = part[..., source, source]
+            offset += part.shape[-1]
         found.append(piece)
         start += size
     return joined(found)
 
 
 def diagonal(matrix: Matrix, is_diagonal: bool = False) -> Tensor:
-    """The entries on the diagonal (..., n); with `is_diagonal` they are what is given."""
+    """Return the diagonal of a matrix.
+
+    Args:
+        matrix: Square matrix (..., n, n), full or block-diagonal, or its diagonal (..., n).
+        is_diagonal: Whether `matrix` is already the diagonal.
+
+    Returns:
+        The diagonal (..., n).
+    """
     if is_diagonal and isinstance(matrix, Tensor):
         return matrix
     found = [piece.diagonal(dim1=-2, dim2=-1) for piece in pieces(matrix)]
@@ -129,36 +175,61 @@ def diagonal(matrix: Matrix, is_diagonal: bool = False) -> Tensor:
 
 
 def in_words(structure: str, sides: Mapping[str, tuple[bool, Sequence[int]]]) -> str:
-    """A structure, and which of its sides are diagonal or in pieces of these sizes.
+    """Describe a structure, including which of its factors are diagonal or block-diagonal.
 
-    >>> in_words("kronecker", {"inputs": (True, [9]), "outputs": (False, [4, 4])})
-    'kronecker (inputs diagonal, outputs in 2 pieces)'
+    Args:
+        structure: Name of the structure.
+        sides: For each factor, by name, whether it is diagonal and the sizes of its blocks.
+
+    Returns:
+        The description.
+
+    Examples:
+        >>> in_words("kronecker", {"inputs": (True, [9]), "outputs": (False, [4, 4])})
+        'kronecker (inputs diagonal, outputs in 2 pieces)'
     """
-    told = [
+    notes = [
         f"{name} {'diagonal' if is_diagonal else f'in {len(sizes)} pieces'}"
         for name, (is_diagonal, sizes) in sides.items()
         if is_diagonal or len(sizes) > 1
     ]
-    return f"{structure} ({', '.join(told)})" if told else structure
+    return f"{structure} ({', '.join(notes)})" if notes else structure
 
 
 def named(name: str, matrix: Matrix) -> dict[str, Tensor]:
-    """The tensors of a matrix by name: its own, or name.0, name.1 and so on.
+    """Return the tensors of a matrix by name: `name` for a full matrix, `name.0`, `name.1`, ... for its blocks.
 
-    >>> list(named("inputs", torch.eye(2))), list(named("inputs", joined([torch.eye(2), torch.eye(3)])))
-    (['inputs'], ['inputs.0', 'inputs.1'])
+    Args:
+        name: Name of the matrix.
+        matrix: Square matrix, full or block-diagonal.
+
+    Returns:
+        The tensors by name.
+
+    Examples:
+        >>> list(named("inputs", torch.eye(2))), list(named("inputs", joined([torch.eye(2), torch.eye(3)])))
+        (['inputs'], ['inputs.0', 'inputs.1'])
     """
     parts = pieces(matrix)
     return {name: parts[0]} if len(parts) == 1 else {f"{name}.{i}": part for i, part in enumerate(parts)}
 
 
 def find(name: str, tensors: Mapping[str, Tensor]) -> Matrix | None:
-    """The inverse of `named`; None where there is no tensor of that name."""
+    """Look up a matrix among named tensors, the inverse of `named`.
+
+    Args:
+        name: Name of the matrix.
+        tensors: Tensors by name.
+
+    Returns:
+        The matrix, or None if there is no tensor of that name.
+    """
     found = [tensors[name]] if name in tensors else list(_numbered(name, tensors))
     return joined(found) if found else None
 
 
 def _numbered(name: str, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors `name.0`, `name.1`, ... as far as they exist."""
     i = 0
     while f"{name}.{i}" in tensors:
         yield tensors[f"{name}.{i}"]

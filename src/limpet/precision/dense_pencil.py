@@ -1,4 +1,4 @@
-"""The path between two dense curvatures."""
+"""The path X(strength) between two dense curvatures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,17 @@ from limpet.precision.terms import DenseTerm, Term
 
 
 class DensePencil(Pencil):
-    """Whole matrices: one generalised eigenproblem over the columns that have moved."""
+    """Path between two dense curvatures: one generalized eigenproblem over the columns that moved.
+
+    Args:
+        old: Precision of the block. Only its Fisher is used.
+        new: Fisher of the block on the new data.
+        parts: Tensors in the shape of the block that add up to the displacement D.
+        columns: Columns that may move.
+        linear_term: Linear term of the old penalty, if that is not centered at X = 0.
+        offset: Subtracted from the first part in `low_rank`.
+        damping: Damping of both curvatures. Defaults to `Damping()`.
+    """
 
     def __init__(
         self,
@@ -41,25 +51,31 @@ class DensePencil(Pencil):
         self.pull = None if linear_term is None else self.vectors.mT @ self._flat(linear_term) / len(parts)
 
     def _flat(self, part: Tensor) -> Tensor:
+        """Return the moved columns of a part as a vector, in float64."""
         return widened(part).flatten()[self.index]
 
     def _solved(self, strength: float) -> list[Tensor]:
+        """Return each part's share of X(strength) in generalized eigencoordinates."""
         pull = 0 if self.pull is None else strength * self.pull
         return [(c - pull) / (1 + strength * self.values) for c in self.coordinates]
 
     def _block(self, coordinates: Tensor) -> Tensor:
+        """Map generalized eigencoordinates back to the shape of the block."""
         block = torch.zeros(self.shape.numel(), dtype=coordinates.dtype, device=coordinates.device)
         block[self.index] = self.vectors @ coordinates
         return block.reshape(self.shape)
 
     def at(self, strength: float) -> list[Tensor]:
+        """Return each part's share of X(strength), in the shape of the block."""
         return [self._block(x).to(self.like) for x in self._solved(strength)]
 
     def quadratics(self, strength: float) -> tuple[float, float]:
+        """Return 1/2 |X - D|^2_N and 1/2 |X|^2_O, both damped."""
         x, c = sum_of(self._solved(strength)), sum_of(self.coordinates)
         return float((x - c).square().sum()) / 2, float((self.values * x.square()).sum()) / 2
 
     def low_rank(self, strength: float, part: int, rank: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Return a low-rank approximation of a part's share of X(strength), in the Euclidean metric."""
         x = scale * self._block(self._solved(strength)[part]) - (0 if part or self.offset is None else self.offset)
         left, right = truncated(x, rank)
         return left.to(self.like), right.to(self.like)

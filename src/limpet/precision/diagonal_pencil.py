@@ -1,4 +1,4 @@
-"""The path between two diagonal curvatures."""
+"""The path X(strength) between two diagonal curvatures."""
 
 from __future__ import annotations
 
@@ -9,12 +9,22 @@ from torch import Tensor
 
 from limpet.precision.diagonal import Diagonal
 from limpet.precision.linalg import widened
-from limpet.precision.pencil import Damping, Pencil, sum_of, truncated
+from limpet.precision.pencil import SMALLEST, Damping, Pencil, sum_of, truncated
 from limpet.precision.terms import DiagonalTerm, Term
 
 
 class DiagonalPencil(Pencil):
-    """Both curvatures diagonal: X = (n D - strength slope) / (n + strength o)."""
+    """Path between two diagonal curvatures: X = (n D - strength linear_term) / (n + strength o), elementwise.
+
+    Args:
+        old: Precision of the block. Only its Fisher is used.
+        new: Fisher of the block on the new data.
+        parts: Tensors in the shape of the block that add up to the displacement D.
+        columns: Columns that may move.
+        linear_term: Linear term of the old penalty, if that is not centered at X = 0.
+        offset: Subtracted from the first part in `low_rank`.
+        damping: Damping of both curvatures. Defaults to `Damping()`.
+    """
 
     def __init__(
         self,
@@ -39,18 +49,22 @@ class DiagonalPencil(Pencil):
             self.linear_term[..., columns] = widened(linear_term)[..., columns] / len(parts)
 
     def _solved(self, strength: float) -> list[Tensor]:
+        """Return each part's share of X(strength), in float64."""
         pull = 0 if self.linear_term is None else strength * self.linear_term
         return [(self.new * part - pull) / (self.new + strength * self.old) for part in self.parts]
 
     def at(self, strength: float) -> list[Tensor]:
+        """Return each part's share of X(strength), in the shape of the block."""
         return [x.to(self.like) for x in self._solved(strength)]
 
     def quadratics(self, strength: float) -> tuple[float, float]:
+        """Return 1/2 |X - D|^2_N and 1/2 |X|^2_O, both damped."""
         x, d = sum_of(self._solved(strength)), sum_of(self.parts)
         return float((self.new * (x - d).square()).sum()) / 2, float((self.old * x.square()).sum()) / 2
 
     def low_rank(self, strength: float, part: int, rank: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        metric = self.new / self.new.mean() + self.old / self.old.mean()
+        """Return a low-rank approximation of a part's share, in a separable metric close to both curvatures."""
+        metric = self.new / self.new.mean().clamp_min(SMALLEST) + self.old / self.old.mean().clamp_min(SMALLEST)
         rows, columns = metric.mean(-1).sqrt(), (metric.mean(-2) / metric.mean()).sqrt()
         x = scale * self._solved(strength)[part] - (0 if part or self.offset is None else self.offset)
         left, right = truncated(rows.unsqueeze(-1) * x * columns, rank)

@@ -1,14 +1,14 @@
-"""The path between two Kronecker-factored curvatures (`limpet.precision.pencil`).
+"""The path X(strength) between two Kronecker-factored curvatures (`limpet.precision.pencil`).
 
-Where both are products, O = A_o (x) G_o and N = A_n (x) G_n, the generalised eigenbases of the two sides
+If both are Kronecker products, O = A_o (x) G_o and N = A_n (x) G_n, the generalized eigenbases of the two factors
 
     V^T A_n V = I, V^T A_o V = diag(s),        U^T G_n U = I, U^T G_o U = diag(t)
 
 give the solution in closed form:  X = U [ C_ij / (1 + strength t_i s_j) ] V^T  with  C = U^-1 D V^-T.
 
-Where one of them is a sum of products (a memory of several tasks, a weight that several modules use), the bases are
-those of the products nearest to them, and (N + strength O) X = N D is solved by conjugate gradients, preconditioned by
-the diagonals of N and O in these bases.
+If one of them is a sum of products (a memory of several tasks, or a weight shared by several modules), the bases are
+those of the nearest products, and (N + strength O) X = N D is solved by conjugate gradients, preconditioned with the
+diagonals of N and O in these bases.
 """
 
 from __future__ import annotations
@@ -29,42 +29,65 @@ from limpet.precision.side_basis import Factor, SideBasis
 from limpet.precision.terms import KroneckerTerm, Term
 
 SEPARABLE = 1e-6
-"""How far, relatively, a matrix of eigenvalues may be from an outer product to be taken for one."""
+"""Relative distance up to which a matrix of eigenvalues is treated as an outer product."""
 
 CG_STEPS = 500
-"""Steps of conjugate gradients at most."""
+"""Maximum number of conjugate gradient steps."""
 
 
 class Curvature(ABC):
-    """A positive definite matrix over a block, as far as the path asks for it."""
+    """Positive definite matrix over a block, with the operations that the path needs."""
 
     @abstractmethod
     def apply(self, x: Tensor) -> Tensor:
-        """M x."""
+        """Return M x."""
 
     @abstractmethod
     def nearest(self) -> Product:
-        """The product with the same partial traces."""
+        """Return the Kronecker product with the same partial traces."""
 
     @abstractmethod
     def diagonal_in(self, outputs: SideBasis, inputs: SideBasis) -> Tensor:
-        """The diagonal of (V (x) U)^T M (V (x) U), in the shape of the block."""
+        """Return the diagonal of (V (x) U)^T M (V (x) U).
+
+        Args:
+            outputs: Generalized eigenbasis U of the output factors.
+            inputs: Generalized eigenbasis V of the input factors.
+
+        Returns:
+            The diagonal, in the shape of the block.
+        """
 
     @abstractmethod
     def to(self, like: Tensor) -> Curvature:
-        """The same in another dtype."""
+        """Return the same curvature in the dtype and on the device of `like`."""
 
 
 @dataclass(frozen=True)
 class Product(Curvature):
-    """inputs (x) outputs."""
+    """Kronecker product inputs (x) outputs.
+
+    Args:
+        inputs: Input factor.
+        outputs: Output factor.
+    """
 
     inputs: Factor
     outputs: Factor
 
     @classmethod
     def of(cls, term: KroneckerTerm, form: Kronecker, columns: slice, amount: float) -> Product:
-        """A task's Fisher, in the form that the block's sides have, for some columns, damped."""
+        """Build the damped Fisher of one task.
+
+        Args:
+            term: Fisher of the task.
+            form: Precision of the block; its bases determine whether factors are diagonal, full or block-diagonal.
+            columns: Columns of the block to keep.
+            amount: Damping of each factor, relative to the mean of its diagonal.
+
+        Returns:
+            The product.
+        """
         inputs, outputs = (
             Factor(as_side(factor, is_diagonal, basis), basis.diagonal)
             for factor, is_diagonal, basis in (
@@ -75,28 +98,38 @@ class Product(Curvature):
         return cls(inputs.kept(columns).damped(amount), outputs.damped(amount))
 
     def apply(self, x: Tensor) -> Tensor:
+        """Return M x."""
         return self.outputs.right(self.inputs.right(x).mT).mT
 
     def nearest(self) -> Product:
+        """Return the product itself."""
         return self
 
     def diagonal_in(self, outputs: SideBasis, inputs: SideBasis) -> Tensor:
+        """Return the diagonal of (V (x) U)^T M (V (x) U), in the shape of the block."""
         return outputs.diagonal_of(self.outputs).unsqueeze(-1) * inputs.diagonal_of(self.inputs).unsqueeze(-2)
 
     def to(self, like: Tensor) -> Product:
+        """Return the same product in the dtype and on the device of `like`."""
         return Product(self.inputs.to(like), self.outputs.to(like))
 
 
 @dataclass(frozen=True)
 class Sum(Curvature):
-    """Several products."""
+    """Sum of Kronecker products.
+
+    Args:
+        products: The terms of the sum.
+    """
 
     products: tuple[Product, ...]
 
     def apply(self, x: Tensor) -> Tensor:
+        """Return M x."""
         return sum_of([product.apply(x) for product in self.products])
 
     def nearest(self) -> Product:
+        """Return the Kronecker product with the same partial traces."""
         traces = [[f.diagonal.sum(-1, keepdim=True) for f in (p.inputs, p.outputs)] for p in self.products]
         inputs = [p.inputs.scaled(out) for p, (_, out) in zip(self.products, traces, strict=True)]
         outputs = [p.outputs.scaled(in_) for p, (in_, _) in zip(self.products, traces, strict=True)]
@@ -110,23 +143,42 @@ class Sum(Curvature):
         return Product(first.scaled(1 / total), second)
 
     def diagonal_in(self, outputs: SideBasis, inputs: SideBasis) -> Tensor:
+        """Return the diagonal of (V (x) U)^T M (V (x) U), in the shape of the block."""
         return sum_of([product.diagonal_in(outputs, inputs) for product in self.products])
 
     def to(self, like: Tensor) -> Sum:
+        """Return the same sum in the dtype and on the device of `like`."""
         return Sum(tuple(product.to(like) for product in self.products))
 
 
 @dataclass(frozen=True)
 class Eigenbasis(Curvature):
-    """(U_Q (x) U_H) diag(D) (U_Q (x) U_H)^T, for some columns of the block."""
+    """Curvature (U_Q (x) U_H) diag(D) (U_Q (x) U_H)^T, restricted to some columns of the block.
+
+    Args:
+        form: Precision that holds the eigenbases U_Q and U_H.
+        values: Eigenvalues D, damped.
+        columns: Columns of the block to keep.
+    """
 
     form: Kronecker
-    values: Tensor  # D, damped
+    values: Tensor
     columns: slice
 
     @classmethod
     def of(cls, form: Kronecker, columns: slice, amount: float) -> Curvature:
-        """The Fisher of a memory, damped as its factors would be: (h + e mean h) (q + e mean q)^T where D = h q^T."""
+        """Build the damped Fisher of a Kronecker precision.
+
+        It is damped as its factors would be: (h + e mean h) (q + e mean q)^T where D = h q^T.
+
+        Args:
+            form: Fisher of the block, as a precision without prior.
+            columns: Columns of the block to keep.
+            amount: Damping e.
+
+        Returns:
+            A `Product` if D is an outer product, otherwise an `Eigenbasis`.
+        """
         D = widened(form.values.plain)
         rows, total = D.sum(-1, keepdim=True), D.sum((-2, -1), keepdim=True)
         q = D.sum(-2, keepdim=True) / total
@@ -137,26 +189,42 @@ class Eigenbasis(Curvature):
         return cls(form, D + amount * means + amount**2 * D.mean((-2, -1), keepdim=True), columns)
 
     def apply(self, x: Tensor) -> Tensor:
+        """Return M x."""
         sides = self.form.sides().to(x)
         whole = x.new_zeros((*x.shape[:-1], self.values.shape[-1]))
         whole[..., self.columns] = x
         return sides.back(self.values.to(x) * sides.into(whole))[..., self.columns]
 
     def nearest(self) -> Product:
+        """Return the Kronecker product with the same partial traces."""
         rows, columns = self.values.sum(-1), self.values.sum(-2)
         inputs = _factor(self.form, "inputs", columns / columns.sum(-1, keepdim=True))
         return Product(inputs.kept(self.columns), _factor(self.form, "outputs", rows))
 
     def diagonal_in(self, outputs: SideBasis, inputs: SideBasis) -> Tensor:
+        """Return the diagonal of (V (x) U)^T M (V (x) U), in the shape of the block."""
         found = inputs.carried(self.values, self.form.inputs, self.columns)
         return outputs.carried(found.mT, self.form.outputs, slice(0, self.values.shape[-2])).mT
 
     def to(self, like: Tensor) -> Eigenbasis:
+        """Return the same curvature in the dtype and on the device of `like`."""
         return Eigenbasis(self.form, self.values.to(like), self.columns)
 
 
 class KroneckerPencil(Pencil):
-    """Two sides; in closed form where each curvature is one product, by conjugate gradients where one is a sum."""
+    """Path between two Kronecker-factored curvatures.
+
+    The path has a closed form if each curvature is a single product; otherwise it is solved by conjugate gradients.
+
+    Args:
+        old: Precision of the block. Only its Fisher is used.
+        new: Fisher of the block on the new data.
+        parts: Tensors in the shape of the block that add up to the displacement D.
+        columns: Columns that may move.
+        linear_term: Linear term of the old penalty, if that is not centered at X = 0.
+        offset: Subtracted from the first part in `low_rank`.
+        damping: Damping of both curvatures. Defaults to `Damping()`.
+    """
 
     def __init__(
         self,
@@ -184,7 +252,7 @@ class KroneckerPencil(Pencil):
         moved = [widened(part)[..., columns] for part in parts]
         pull = None if linear_term is None else widened(linear_term)[..., columns] / len(parts)
         if self.exact:
-            self.new_values: Tensor | None = None  # 1
+            self.new_values: Tensor | None = None  # N is the identity in these bases
             self.old_values = (outputs.values.unsqueeze(-1) * inputs.values.unsqueeze(-2)).to(self.like)
             self.coordinates = [outputs.into(inputs.into(d).mT).mT.to(self.like) for d in moved]
             self.pull = None if pull is None else outputs.into_dual(inputs.into_dual(pull).mT).mT.to(self.like)
@@ -202,15 +270,16 @@ class KroneckerPencil(Pencil):
         self.inputs = inputs.stored(self.like, with_dual=not self.exact)
 
     def _back(self, c: Tensor) -> Tensor:
+        """Return U c V^T: coordinates mapped back to the moved columns of the block."""
         return self.outputs.back(self.inputs.back(c).mT).mT
 
     def _closed(self, strength: float) -> list[Tensor]:
-        """Each part's share in the coordinates, where both curvatures are products."""
+        """Return each part's share in generalized eigencoordinates, if both curvatures are products."""
         pull = 0 if self.pull is None else strength * self.pull
         return [(c - pull) / (1 + strength * self.old_values) for c in self.coordinates]
 
     def _iterated(self, strength: float) -> list[Tensor]:
-        """Each part's share by conjugate gradients."""
+        """Return each part's share of the moved columns, by conjugate gradients."""
         assert self.new_values is not None
         diagonal = self.new_values + strength * self.old_values
 
@@ -231,6 +300,7 @@ class KroneckerPencil(Pencil):
         ]
 
     def at(self, strength: float) -> list[Tensor]:
+        """Return each part's share of X(strength), in the shape of the block."""
         found = [self._back(c) for c in self._closed(strength)] if self.exact else self._iterated(strength)
         whole = [torch.zeros_like(self.like) for _ in found]
         for block, x in zip(whole, found, strict=True):
@@ -238,6 +308,7 @@ class KroneckerPencil(Pencil):
         return whole
 
     def quadratics(self, strength: float) -> tuple[float, float]:
+        """Return 1/2 |X - D|^2_N and 1/2 |X|^2_O, both damped."""
         if self.exact:
             x, c = widened(sum_of(self._closed(strength))), widened(sum_of(self.coordinates))
             return float((x - c).square().sum()) / 2, float((self.old_values * x.square()).sum()) / 2
@@ -246,6 +317,7 @@ class KroneckerPencil(Pencil):
         return float((d * self.new.apply(d)).sum()) / 2, float((x * self.old.apply(x)).sum()) / 2
 
     def low_rank(self, strength: float, part: int, rank: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Return a low-rank approximation of a part's share, in a product metric close to both curvatures."""
         if self.exact:
             c = self._closed(strength)[part]
         else:
@@ -258,11 +330,12 @@ class KroneckerPencil(Pencil):
 
 
 def _added_up(products: Sequence[Product]) -> Curvature:
+    """Return the only product, or the sum of several."""
     return products[0] if len(products) == 1 else Sum(tuple(products))
 
 
 def _factor(form: Kronecker, side: str, values: Tensor) -> Factor:
-    """The matrix with these eigenvalues in the basis of one side of a precision."""
+    """Return the matrix with these eigenvalues in the basis of one factor of a precision."""
     basis = form.inputs if side == "inputs" else form.outputs
     if basis.diagonal:
         return Factor(values, True)

@@ -1,4 +1,4 @@
-"""Numerics that do not give up: a symmetric eigensolver, conjugate gradients, bisection."""
+"""Robust numerical routines: symmetric and generalized eigensolvers, conjugate gradients and bisection."""
 
 from __future__ import annotations
 
@@ -12,44 +12,64 @@ from limpet.errors import LimpetError
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """The tensor in float64, on the CPU where its device has no float64."""
+    """Return the tensor in float64, on the CPU if its device does not support float64."""
     if tensor.device.type == "mps":
         tensor = tensor.cpu()
     return tensor.to(torch.float64)
 
 
 def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (clamped at 0) and orthonormal eigenvectors of positive semi-definite matrices (..., n, n).
+    """Compute the eigendecomposition of positive semi-definite matrices.
 
-    Works in float64 on the matrix divided by its largest entry, so badly scaled input costs no digits.
-    LAPACK's divide-and-conquer solver can fail to converge; then a copy moved by a relative 1e-12 is tried,
-    and last the singular value decomposition, which for a positive semi-definite matrix is the same thing.
+    Works in float64 on the matrix divided by its largest entry, so badly scaled input loses no digits. LAPACK's
+    divide-and-conquer solver can fail to converge; the fallbacks are a copy perturbed by a relative 1e-12 and then the
+    singular value decomposition, which is equivalent for a positive semi-definite matrix.
+
+    Args:
+        matrix: Matrices (..., n, n).
+
+    Returns:
+        The eigenvalues (..., n), clamped at 0, and orthonormal eigenvectors (..., n, n).
+
+    Raises:
+        LimpetError: If an entry is inf or nan.
     """
     matrix = widened(matrix)
     if not bool(torch.isfinite(matrix).all()):
-        raise LimpetError("a curvature factor holds inf or nan: look for inf or nan in the data or the weights")
+        raise LimpetError("a curvature factor contains inf or nan: check the data and the weights for inf or nan")
     matrix = (matrix + matrix.mT) / 2
     size = matrix.abs().amax(dim=(-2, -1), keepdim=True)
     matrix = matrix / torch.where(size > 0, size, torch.ones_like(size))
     try:
         values, vectors = torch.linalg.eigh(matrix)
-    except RuntimeError:  # torch.linalg.LinAlgError among them
-        values, vectors = _stubborn_eigen(matrix)
+    except RuntimeError:  # includes torch.linalg.LinAlgError
+        values, vectors = _fallback_eigen(matrix)
     return values.clamp_min(0) * size.squeeze(-1), vectors
 
 
 def generalised_eigen(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """V, V^-T and s with V^T new V = I and V^T old V = diag(s), for positive definite matrices (..., n, n).
+    """Solve the generalized eigenproblem V^T new V = I and V^T old V = diag(s), in float64.
 
     With new = L L^T and E the eigenvectors of L^-1 old L^-T, V = L^-T E and V^-T = L E (Golub and Van Loan, section
-    8.7). In float64.
+    8.7).
+
+    Args:
+        new: Positive definite matrices (..., n, n).
+        old: Positive semi-definite matrices (..., n, n).
+
+    Returns:
+        V, V^-T and s.
+
+    Raises:
+        LimpetError: If `new` is not positive definite, or an entry is inf or nan.
     """
     new, old = widened(new), widened(old)
     try:
         factor = torch.linalg.cholesky(new)
     except RuntimeError as error:
         raise LimpetError(
-            "a curvature factor of the new data is singular although it is damped: look for inf or nan in the data"
+            "the damped curvature of the new data is not positive definite: check the new data and the weights for inf "
+            "or nan"
         ) from error
     reduced = torch.linalg.solve_triangular(factor, old, upper=False)
     reduced = torch.linalg.solve_triangular(factor, reduced.mT, upper=False)
@@ -57,7 +77,8 @@ def generalised_eigen(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return torch.linalg.solve_triangular(factor.mT, vectors, upper=True), factor @ vectors, values
 
 
-def _stubborn_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _fallback_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute an eigendecomposition for which `eigh` failed to converge."""
     ramp = torch.linspace(0, 1e-12, matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     try:
         values, vectors = torch.linalg.eigh(matrix + torch.diag_embed(ramp))
@@ -74,7 +95,20 @@ def conjugate_gradients(
     tolerance: float,
     steps: int = 200,
 ) -> Tensor:
-    """Solve apply(x) = target for a positive definite `apply`, to a relative residual of `tolerance`."""
+    """Solve apply(x) = target by preconditioned conjugate gradients.
+
+    If the tolerance is not reached, the last iterate is returned without an error.
+
+    Args:
+        apply: Positive definite linear map.
+        target: Right-hand side.
+        precondition: Approximate inverse of `apply`, which also gives the starting point.
+        tolerance: Relative residual at which to stop.
+        steps: Maximum number of steps.
+
+    Returns:
+        The solution x.
+    """
     goal = tolerance * target.norm()
     x = precondition(target)
     residual = target - apply(x)
@@ -94,9 +128,16 @@ def conjugate_gradients(
 
 
 def bisected(holds: Callable[[float], bool], *, furthest: float, close: float) -> tuple[float, float]:
-    """The last number > 0 for which something holds that holds for small ones, and the first for which it does not.
+    """Find by bisection, on a logarithmic scale, where a condition that holds for small numbers stops holding.
 
-    Between exp(-furthest) and exp(furthest), to a factor of exp(close).
+    Args:
+        holds: Condition on a number > 0.
+        furthest: The search runs from exp(-furthest) to exp(furthest).
+        close: The two results differ by at most a factor of exp(close).
+
+    Returns:
+        The largest number found for which the condition holds, and the smallest for which it does not; a bound of the
+        search if there is none.
     """
     low, high = -furthest, furthest
     while high - low > close:

@@ -1,20 +1,21 @@
-"""Two curvatures of one block in one basis, and the path between what each of them wants.
+"""Interpolation between an old and a new optimum of one block, under the curvatures of both.
 
-A block has moved by D from where the old data left it. With O the curvature of the old data and N that of the new,
+A block has moved by D from its weights after the old data. With O the curvature of the old data and N that of the new,
 
     X(strength) = argmin over X of  1/2 |X - D|^2_N + strength/2 |X|^2_O    (|X|^2_M = vec(X)^T M vec(X))
 
-keeps of D what the new data need and gives back what the old data need. Where N and O are diagonal in one basis B,
-B^T N B = I and B^T O B = diag(t), it is X = B [c / (1 + strength t)] with c = B^-1 D, so that one decomposition serves
-every strength. Each structure of a precision has such a basis: its own for diagonals, a generalised eigenproblem for
-dense matrices, and one for each side of a Kronecker product (`kronecker_pencil`).
+keeps the part of D that the new data need and undoes the part that hurts the old data. If N and O are diagonal in one
+basis B, B^T N B = I and B^T O B = diag(t), the solution is X = B [c / (1 + strength t)] with c = B^-1 D, so that one
+decomposition serves every strength. Each precision structure has such a basis: the standard basis for diagonals, the
+generalized eigenbasis for dense matrices, and one generalized eigenbasis per factor for a Kronecker product
+(`kronecker_pencil`).
 
 This is mode-IMM (Lee et al. 2017, "Overcoming catastrophic forgetting by incremental moment matching") for structured
 curvatures; MaTS (Tam et al. 2023, "Merging by matching models in task parameter subspaces") solves the same kind of
 system to merge models.
 
-Curvature that was estimated from few examples says that a direction costs nothing where it was only never seen, so it
-is damped: M + e mean(diag M) I for M = O, N, or their Kronecker factors.
+Curvature estimated from few examples is zero in directions that no example has probed, which does not mean that they
+are free. It is therefore damped: M + e mean(diag M) I for M = O, N, or their Kronecker factors.
 """
 
 from __future__ import annotations
@@ -31,87 +32,111 @@ from limpet.precision.linalg import widened
 
 @dataclass(frozen=True)
 class Damping:
-    """What is added to the diagonals of the old and the new curvature, relative to their means."""
+    """Damping of the two curvatures: the value added to each diagonal, relative to the mean of that diagonal.
+
+    Args:
+        old: Damping of the curvature of the old data.
+        new: Damping of the curvature of the new data.
+    """
 
     old: float = 0.01
     new: float = 0.1
 
 
 class Pencil(ABC):
-    """The path X(strength) of one block, for one or several displacements (`parts`) that add up to D.
+    """Path X(strength) of one block, for one or more displacements (`parts`) that add up to D.
 
-    X is linear in D, so each part has its own share of it. Only some columns may move; the others, in which D is zero,
-    stay where they are.
+    X is linear in D, so each part has its own share of it. Only some columns may move; D is zero in the others, which
+    stay in place.
     """
 
     @abstractmethod
     def at(self, strength: float) -> list[Tensor]:
-        """Each part's share of X(strength), in the shape of the block.
+        """Return each part's share of X(strength).
 
         Args:
-            strength: What the old curvature is multiplied by.
+            strength: Multiplier of the old curvature.
 
         Returns:
-            One tensor for every part.
+            One tensor per part, in the shape of the block.
         """
 
     @abstractmethod
     def quadratics(self, strength: float) -> tuple[float, float]:
-        """1/2 |X - D|^2_N and 1/2 |X|^2_O, both with their damping.
+        """Return 1/2 |X - D|^2_N and 1/2 |X|^2_O, both damped.
 
         Args:
-            strength: What the old curvature is multiplied by.
+            strength: Multiplier of the old curvature.
 
         Returns:
-            The new quadratic, which grows along the path, and the old one, which falls.
+            The new quadratic, which increases along the path, and the old one, which decreases.
         """
 
     @abstractmethod
     def low_rank(self, strength: float, part: int, rank: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        """A matrix of low rank that is near to scale times a part's share of X(strength), less the first one's offset.
+        """Return a low-rank approximation of `scale` times a part's share of X(strength).
 
-        Near in the metric of both curvatures, each divided by its mean, or the product that is nearest to it: a
-        truncated singular value decomposition in coordinates where that metric is the identity. Dense blocks have no
-        such product, and are cut in the Euclidean metric.
+        For the first part, the `offset` given to the constructor is subtracted before the approximation.
+
+        The approximation is a truncated singular value decomposition in coordinates where the metric is the identity.
+        The metric is the sum of both curvatures, each divided by the mean of its diagonal, or a Kronecker product
+        that approximates that sum. Dense blocks are truncated in the Euclidean metric.
 
         Args:
-            strength: What the old curvature is multiplied by.
-            part: Which part.
-            rank: The rank.
-            scale: What X is multiplied by.
+            strength: Multiplier of the old curvature.
+            part: Index of the part, from 0.
+            rank: Rank of the approximation.
+            scale: Multiplier of X.
 
         Returns:
-            left (rows, rank) and right (rank, columns), whose product it is.
+            left (rows, rank) and right (rank, columns), whose product is the approximation.
         """
 
 
 def damped(factor: Tensor, amount: float, *, is_diagonal: bool = False) -> Tensor:
-    """M + amount mean(diag M) I for matrices (..., n, n), or for their diagonals (..., n)."""
+    """Return M + amount mean(diag M) I.
+
+    Args:
+        factor: Matrices (..., n, n), or their diagonals (..., n).
+        amount: Damping, relative to the mean of the diagonal.
+        is_diagonal: Whether `factor` holds diagonals.
+
+    Returns:
+        The damped factor, in the same form.
+    """
     entries = factor if is_diagonal else factor.diagonal(dim1=-2, dim2=-1)
-    # never quite zero, so that a part that no example has touched (a dead group) does not make it singular
+    # Never exactly zero, so that a group that no example activates does not make the matrix singular.
     added = (amount * entries.mean(-1, keepdim=True)).clamp_min(SMALLEST).expand(entries.shape)
     return factor + (added if is_diagonal else torch.diag_embed(added))
 
 
 SMALLEST = 1e-30
-"""What is added to a diagonal at the least."""
+"""Minimum added to a diagonal."""
 
 OVERSAMPLING, POWERS = 8, 4
-"""Directions beyond the rank, and power iterations, of the randomised range finder."""
+"""Extra directions beyond the rank, and power iterations, of the randomized range finder."""
 
 
 def truncated(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The best approximation of a matrix by left @ right of this rank, both of the same size, in float64.
+    """Compute the best rank-`rank` approximation left @ right of a matrix, in float64.
 
-    From the singular values of the matrix on a subspace: all of it, or for a rank that is small beside the matrix the
-    one that a randomised range finder with power iterations gives (Halko, Martinsson and Tropp 2011, algorithm 4.4),
-    always from the same random numbers.
+    Each factor takes the square roots of the singular values. If the rank is small compared with the matrix, these are
+    computed on the subspace found by a randomized range finder with power iterations (Halko, Martinsson and Tropp 2011,
+    algorithm 4.4) and a fixed seed; otherwise on the whole matrix.
 
-    >>> matrix = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
-    >>> left, right = truncated(matrix, 1)
-    >>> (left @ right).round().abs()
-    tensor([[2., 0., 0.],
-            [0., 0., 0.]], dtype=torch.float64)
+    Args:
+        matrix: Matrix (rows, columns).
+        rank: Rank of the approximation.
+
+    Returns:
+        left (rows, rank) and right (rank, columns).
+
+    Examples:
+        >>> matrix = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+        >>> left, right = truncated(matrix, 1)
+        >>> (left @ right).round().abs()
+        tensor([[2., 0., 0.],
+                [0., 0., 0.]], dtype=torch.float64)
     """
     matrix = widened(matrix)
     if min(matrix.shape) > 4 * (rank + OVERSAMPLING):
@@ -125,7 +150,7 @@ def truncated(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _range(matrix: Tensor, size: int) -> Tensor:
-    """Orthonormal columns that span nearly what the largest singular vectors do."""
+    """Return orthonormal columns that approximately span the leading singular vectors."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(matrix.shape[1], size, dtype=matrix.dtype, generator=generator).to(matrix.device)
     basis: Tensor = torch.linalg.qr(matrix @ start)[0]
@@ -136,5 +161,5 @@ def _range(matrix: Tensor, size: int) -> Tensor:
 
 
 def sum_of(parts: Sequence[Tensor]) -> Tensor:
-    """The parts, added up."""
+    """Return the sum of the tensors."""
     return parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum(0)

@@ -1,4 +1,4 @@
-"""The path of a block between two curvatures, in whichever structure the block has."""
+"""Choice of the path between two curvatures by the structure of the block."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def pencil(
     offset: Tensor | None = None,
     damping: Damping | None = None,
 ) -> Pencil:
-    """The path of a block between an old and a new curvature.
+    """Build the path of a block between an old and a new curvature.
 
     Args:
-        old: The precision of the block. Only its Fisher counts, without its prior and strengths.
-        new: The Fisher of the block on the new data, as a curvature pass gives it.
-        parts: Tensors in the shape of the block that add up to D.
-        columns: The columns that may move.
-        linear_term: The linear term of the old penalty, where that is not centred at X = 0.
-        offset: What `low_rank` takes off the first part.
-        damping: What is added to the diagonals.
+        old: Precision of the block. Only its Fisher is used, without prior and strengths.
+        new: Fisher of the block on the new data, as computed by a curvature pass.
+        parts: Tensors in the shape of the block that add up to the displacement D.
+        columns: Columns that may move.
+        linear_term: Linear term of the old penalty, if that is not centered at X = 0.
+        offset: Subtracted from the first part in `low_rank`.
+        damping: Damping of both curvatures. Defaults to `Damping()`.
 
     Returns:
         The path, in the dtype of the parts.

@@ -1,4 +1,4 @@
-"""The two bases of a block, and the ways into them and back, for whole blocks and for thin factors of them."""
+"""Rotation of a block, or of its low-rank factors, into a pair of row and column bases and back."""
 
 from __future__ import annotations
 
@@ -12,48 +12,64 @@ from limpet.precision.block_diagonal import Matrix
 
 @dataclass(frozen=True)
 class Rotation:
-    """U_H and U_Q of a block (None: the identity), and the ways into them and back."""
+    """Row and column bases U_H and U_Q of a block, with the maps into them and back.
+
+    Args:
+        rows: U_H. None is the identity.
+        columns: U_Q. None is the identity.
+    """
 
     rows: Matrix | None = None
     columns: Matrix | None = None
 
     def to(self, like: Tensor) -> Rotation:
-        """The same in the dtype and on the device of a tensor."""
+        """Return the same rotation in the dtype and on the device of `like`."""
         rows, columns = (
             None if side is None else side.to(like.device, like.dtype) for side in (self.rows, self.columns)
         )
         return Rotation(rows, columns)
 
     def into(self, block: Tensor) -> Tensor:
-        """U_H^T block U_Q."""
+        """Return U_H^T block U_Q."""
         block = block if self.rows is None else self.rows.mT @ block
         return block if self.columns is None else block @ self.columns
 
     def back(self, c: Tensor) -> Tensor:
-        """The inverse of `into`."""
+        """Return U_H c U_Q^T, the inverse of `into`."""
         c = self.rows_back(c)
         return c if self.columns is None else c @ self.columns.mT
 
-    def rows_into(self, lora_penalties: Tensor) -> Tensor:
-        """U_H^T thin."""
-        # (v^T U)^T rather than U^T v, as `into` has it: for thin v nearly twice as fast
-        return lora_penalties if self.rows is None else (lora_penalties.mT @ self.rows).mT
+    def rows_into(self, factor: Tensor) -> Tensor:
+        """Return U_H^T B for a left low-rank factor B (rows, rank)."""
+        # (B^T U)^T instead of U^T B as in `into`: nearly twice as fast for tall, narrow B.
+        return factor if self.rows is None else (factor.mT @ self.rows).mT
 
-    def rows_back(self, lora_penalties: Tensor) -> Tensor:
-        """U_H thin."""
-        return lora_penalties if self.rows is None else self.rows @ lora_penalties
+    def rows_back(self, factor: Tensor) -> Tensor:
+        """Return U_H B for a left low-rank factor B (rows, rank)."""
+        return factor if self.rows is None else self.rows @ factor
 
-    def columns_into(self, lora_penalties: Tensor) -> Tensor:
-        """thin U_Q; the columns that the block has beyond those of `thin` are zero there."""
-        width = lora_penalties.shape[1]
+    def columns_into(self, factor: Tensor) -> Tensor:
+        """Return A U_Q for a right low-rank factor A (rank, width).
+
+        The block may have more columns than A (a bias); A is zero in them.
+        """
+        width = factor.shape[1]
         if self.columns is None:
-            return lora_penalties
+            return factor
         if isinstance(self.columns, Tensor):
-            return lora_penalties @ self.columns[:width]
-        return F.pad(lora_penalties, (0, sum(self.columns.sizes) - width)) @ self.columns
+            return factor @ self.columns[:width]
+        return F.pad(factor, (0, sum(self.columns.sizes) - width)) @ self.columns
 
-    def columns_back(self, lora_penalties: Tensor, width: int) -> Tensor:
-        """The first columns of thin U_Q^T."""
+    def columns_back(self, factor: Tensor, width: int) -> Tensor:
+        """Return the first `width` columns of A U_Q^T.
+
+        Args:
+            factor: Right low-rank factor A (rank, columns), in the basis.
+            width: Number of columns to return.
+
+        Returns:
+            The factor (rank, width).
+        """
         if isinstance(self.columns, Tensor):
-            return lora_penalties @ self.columns[:width].mT
-        return (lora_penalties if self.columns is None else lora_penalties @ self.columns.mT)[:, :width]
+            return factor @ self.columns[:width].mT
+        return (factor if self.columns is None else factor @ self.columns.mT)[:, :width]

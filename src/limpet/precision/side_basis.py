@@ -1,4 +1,4 @@
-"""One side of a Kronecker product, and the basis in which two of them are diagonal."""
+"""One factor of a Kronecker product, and the basis that diagonalises two such factors."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ from limpet.precision.pencil import SMALLEST, damped
 
 @dataclass(frozen=True)
 class Factor:
-    """One side of a product, in float64: a matrix, its pieces, or a diagonal."""
+    """One factor of a Kronecker product.
+
+    Args:
+        matrix: Matrix (..., n, n), full or block-diagonal, or its diagonal (..., n).
+        is_diagonal: Whether `matrix` is a diagonal.
+    """
 
     matrix: Matrix
     is_diagonal: bool
 
     def damped(self, amount: float) -> Factor:
-        """With `amount` of the mean of its diagonal added to the diagonal."""
+        """Return the factor with `amount` times the mean of its diagonal added to the diagonal."""
         if self.is_diagonal and isinstance(self.matrix, Tensor):
             return Factor(damped(self.matrix, amount, is_diagonal=True), True)
-        # one mean for all pieces, as if the factor were whole
+        # One mean for all blocks, as if the factor were not split.
         added = (amount * self.diagonal.mean(-1, keepdim=True)).clamp_min(SMALLEST)
         parts = [piece + torch.diag_embed(added.expand(piece.shape[:-1])) for piece in pieces(self.matrix)]
         return Factor(joined(parts), False)
@@ -35,13 +40,13 @@ class Factor:
         return diagonal(self.matrix, self.is_diagonal)
 
     def right(self, x: Tensor) -> Tensor:
-        """x M."""
+        """Return x M."""
         if self.is_diagonal and isinstance(self.matrix, Tensor):
             return x * self.matrix.unsqueeze(-2)
         return x @ self.matrix
 
     def kept(self, columns: slice) -> Factor:
-        """The rows and columns of a slice."""
+        """Return the submatrix of the rows and columns in a slice."""
         if self.is_diagonal and isinstance(self.matrix, Tensor):
             return Factor(self.matrix[..., columns], True)
         found, start = [], 0
@@ -53,34 +58,50 @@ class Factor:
         return Factor(joined(found), False)
 
     def scaled(self, factor: Tensor | float) -> Factor:
-        """`factor` times the matrix; one number, or one for each group."""
+        """Return `factor` times the matrix, with one number for all groups or one for each."""
         if isinstance(factor, Tensor) and not self.is_diagonal:
             factor = factor.unsqueeze(-1)
         return Factor(joined([piece * factor for piece in pieces(self.matrix)]), self.is_diagonal)
 
     def plus(self, other: Factor) -> Factor:
-        """The sum of two factors of one form."""
+        """Return the sum of two factors of the same form."""
         both = zip(pieces(self.matrix), pieces(other.matrix), strict=True)
         return Factor(joined([a + b for a, b in both]), self.is_diagonal)
 
     def to(self, like: Tensor) -> Factor:
-        """The same in another dtype."""
+        """Return the same factor in the dtype and on the device of `like`."""
         return Factor(self.matrix.to(like.device, like.dtype), self.is_diagonal)
 
 
 @dataclass(frozen=True)
 class SideBasis:
-    """The generalised eigenbasis of one side: V^T N V = I, V^T O V = diag(values)."""
+    """Generalized eigenbasis of two factors: V^T N V = I, V^T O V = diag(values).
 
-    vectors: Matrix  # V, or its diagonal
-    dual: Matrix | None  # V^-T; None once nothing more is to be brought into the basis
+    Args:
+        vectors: V, or its diagonal.
+        dual: V^-T. None if `into` is no longer needed.
+        values: Generalized eigenvalues (..., n).
+        is_diagonal: Whether V is diagonal.
+        root: Square root of the metric of both factors, each divided by its mean; the metric is diagonal in this basis.
+    """
+
+    vectors: Matrix
+    dual: Matrix | None
     values: Tensor
     is_diagonal: bool
-    root: Tensor  # of the metric of both factors, each divided by its mean, which is diagonal in this basis
+    root: Tensor
 
     @classmethod
     def of(cls, new: Factor, old: Factor) -> SideBasis:
-        """The basis of two damped factors of one form."""
+        """Compute the basis of two damped factors of the same form.
+
+        Args:
+            new: Factor N of the new curvature.
+            old: Factor O of the old curvature.
+
+        Returns:
+            The basis.
+        """
         n, o = new.matrix, old.matrix
         if new.is_diagonal and isinstance(n, Tensor) and isinstance(o, Tensor):
             found = [(n.rsqrt(), n.sqrt(), o / n)]
@@ -93,34 +114,43 @@ class SideBasis:
         return cls(vectors, dual, values, new.is_diagonal, (1 / new_mean + values / old_mean).sqrt())
 
     def _times(self, x: Tensor, matrix: Matrix, *, transposed: bool = False) -> Tensor:
+        """Return x times a matrix, or its transpose, that may be stored as a diagonal."""
         if self.is_diagonal and isinstance(matrix, Tensor):
             return x * matrix.unsqueeze(-2)
         return x @ (matrix.mT if transposed else matrix)
 
     def into(self, x: Tensor) -> Tensor:
-        """x V^-T: the coordinates of displacements."""
+        """Return x V^-T, the coordinates of displacements."""
         assert self.dual is not None
         return self._times(x, self.dual)
 
     def back(self, c: Tensor) -> Tensor:
-        """c V^T: the inverse of `into`."""
+        """Return c V^T, the inverse of `into`."""
         return self._times(c, self.vectors, transposed=True)
 
     def into_dual(self, x: Tensor) -> Tensor:
-        """x V: the coordinates of gradients."""
+        """Return x V, the coordinates of gradients."""
         return self._times(x, self.vectors)
 
     def diagonal_of(self, factor: Factor) -> Tensor:
-        """The diagonal of V^T M V."""
+        """Return the diagonal of V^T M V."""
         if self.is_diagonal and isinstance(self.vectors, Tensor):
             return factor.diagonal * self.vectors.square()
         both = zip(pieces(factor.matrix), pieces(self.vectors), strict=True)
         return torch.cat([((m @ v) * v).sum(-2) for m, v in both], -1)
 
     def carried(self, values: Tensor, basis: Basis, rows: slice) -> Tensor:
-        """The diagonal, in this basis, of what has these eigenvalues (in the last dimension) in an orthonormal one, U.
+        """Return the diagonal of V^T U diag(values) U^T V, for an orthonormal basis U.
 
-        They are carried over by the squared entries of V^T U. Of U only some rows count.
+        The values are carried over with the squared entries of V^T U.
+
+        Args:
+            values: Eigenvalues in U, along the last dimension.
+            basis: Basis that holds U.
+            rows: Rows of U to use.
+
+        Returns:
+            The diagonal, along the last dimension.
         """
         if self.is_diagonal and isinstance(self.vectors, Tensor):
             return values[..., rows] * self.vectors.square()
@@ -137,7 +167,15 @@ class SideBasis:
         return torch.cat(found, -1)
 
     def stored(self, like: Tensor, *, with_dual: bool) -> SideBasis:
-        """The same in another dtype, with or without the way into the basis."""
+        """Return the basis converted to the dtype and device of a tensor.
+
+        Args:
+            like: Tensor with the dtype and device to use.
+            with_dual: Whether to include `dual`, which `into` requires.
+
+        Returns:
+            The converted basis.
+        """
         vectors = self.vectors.to(like.device, like.dtype)
         dual = self.dual.to(like.device, like.dtype) if with_dual and self.dual is not None else None
         return SideBasis(vectors, dual, self.values.to(like), self.is_diagonal, self.root.to(like))

@@ -1,4 +1,4 @@
-"""A precision and its Fisher in one basis, where everything along the way of the proximal map is elementwise."""
+"""A precision and its Fisher in one basis, in which the proximal step is elementwise."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from limpet.precision.linalg import widened
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Eigenvalues: `fisher` of the sum of F_t, `total` of the sum of strength_t F_t, and the prior beside them.
+    """Eigenvalues of a precision and of its Fisher in a common basis.
 
-    `into` takes a block (or many, in leading dimensions) to the basis and `back` takes it back. With every strength
-    multiplied by `factor`, the proximal map divides by 1 + step (prior + factor total).
+    With every strength multiplied by `factor`, the proximal step divides by 1 + step (prior + factor total).
+
+    Args:
+        fisher: Eigenvalues of the sum of F_t.
+        total: Eigenvalues of the sum of strength_t F_t.
+        prior: Prior precision, not included in `total`.
+        into: Maps a block (or several, along leading dimensions) into the basis.
+        back: Maps coordinates in the basis back to a block.
     """
 
     fisher: Tensor
@@ -25,13 +31,37 @@ class Spectrum:
     back: Callable[[Tensor], Tensor]
 
     def proximal_denominator(self, step: float, factor: float = 1.0) -> Tensor:
-        """What the proximal map divides by, in the basis: 1 + step (prior + factor total)."""
+        """Return what the proximal step divides by in the basis: 1 + step (prior + factor total).
+
+        Args:
+            step: Step size.
+            factor: Multiplier of every strength.
+
+        Returns:
+            The denominator, in the shape of the eigenvalues.
+        """
         return 1 + step * self.prior + (step * factor) * self.total
 
     def rise(self, coordinates: Tensor, step: float, factor: float = 1.0) -> float:
-        """1/2 w^T F w for the w that the proximal map makes of what has these coordinates in the basis."""
+        """Return the quadratic increase 1/2 w^T F w at the result w of a proximal step.
+
+        Args:
+            coordinates: Starting point of the proximal step, in the basis.
+            step: Step size.
+            factor: Multiplier of every strength.
+
+        Returns:
+            The increase.
+        """
         return float((self.fisher * (coordinates / self.proximal_denominator(step, factor)).square()).sum()) / 2
 
     def expected_rise(self, step: float) -> float:
-        """The mean of `rise` over noise of unit size: 1/2 tr(P F P) with P = (I + step L)^-1."""
+        """Return the expected `rise` for standard normal coordinates: 1/2 tr(P F P) with P = (I + step L)^-1.
+
+        Args:
+            step: Step size.
+
+        Returns:
+            The expected increase.
+        """
         return float((widened(self.fisher) / widened(self.proximal_denominator(step)).square()).sum()) / 2

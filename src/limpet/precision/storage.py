@@ -1,4 +1,4 @@
-"""How the bases of a precision lie while nobody uses them: narrower, or off the device."""
+"""Storage of eigenbases between uses: in a narrower dtype, or offloaded to the CPU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,18 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class Storage:
-    """Bases at rest: in `dtype` (None: the one they are used in), and with `offload` in the memory of the host.
+    """How eigenbases are stored between uses.
 
-    Rounded bases are orthonormal to a few digits only (float16, whose range is enough for them, has one more than
-    bfloat16), so what is not held would lose as much in every rotation there and back: see `Kronecker.proximal`.
+    Rounded bases are orthonormal to a few digits only (float16, whose range suffices for them, has about one digit more
+    than bfloat16). A vector rotated into such a basis and back loses as much, even in directions without curvature;
+    `Kronecker.proximal` avoids this.
+
+    Args:
+        dtype: Storage dtype, "bfloat16" or "float16". None keeps the dtype of use.
+        offload: Whether to store the bases in CPU memory.
+
+    Raises:
+        ValueError: If the dtype is not supported.
     """
 
     dtype: str | None = None
@@ -28,19 +36,19 @@ class Storage:
             raise ValueError(f"storage_dtype must be one of {', '.join(DTYPES)}, or None, not {self.dtype!r}")
 
     def lay(self, vectors: Tensor) -> Tensor:
-        """Bases, laid to rest."""
+        """Return eigenvectors in the storage dtype and on the storage device."""
         dtype = vectors.dtype if self.dtype is None else DTYPES[self.dtype]
         return vectors.to("cpu" if self.offload else vectors.device, dtype)
 
     def metadata(self) -> dict[str, Any]:
-        """As plain values, for a file; nothing where bases lie as they are used."""
+        """Return the settings as plain JSON values; empty if bases are stored as they are used."""
         return {"at_rest": self.dtype, "offload": self.offload} if self != AS_USED else {}
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> Storage:
-        """The inverse of `facts`."""
+        """Read the settings from metadata, the inverse of `metadata`."""
         return cls(metadata.get("at_rest"), bool(metadata.get("offload", False)))
 
 
 AS_USED = Storage()
-"""In the dtype and on the device in which they are used."""
+"""Bases stored in the dtype and on the device of use."""

@@ -1,6 +1,6 @@
-"""What one task's Fisher of one block looks like, as the curvature pass hands it over.
+"""The Fisher of one block on one task, as computed by the curvature pass.
 
-A block is a weight matrix W of shape (..., out, in). Leading dimensions are sub-blocks taken as independent
+A block is a weight matrix W of shape (..., out, in). Leading dimensions are sub-blocks that are treated as independent
 (the groups of a grouped convolution).
 """
 
@@ -16,7 +16,16 @@ from limpet.precision.block_diagonal import Matrix, diagonal, pieces
 
 @dataclass(frozen=True)
 class KroneckerTerm:
-    """Q (x) H with Q = `inputs` and H = `outputs`: matrices (..., n, n), whole or in pieces, or diagonals (..., n)."""
+    """K-FAC approximation F = Q (x) H of the Fisher.
+
+    Each factor is a matrix (..., n, n), full or block-diagonal, or a diagonal (..., n).
+
+    Args:
+        inputs: Input factor Q.
+        outputs: Output factor H.
+        inputs_diagonal: Whether `inputs` is a diagonal.
+        outputs_diagonal: Whether `outputs` is a diagonal.
+    """
 
     inputs: Matrix
     outputs: Matrix
@@ -24,14 +33,14 @@ class KroneckerTerm:
     outputs_diagonal: bool = False
 
     def apply(self, v: Tensor) -> Tensor:
-        """H v Q: this Fisher times v, in the shape of W."""
+        """Return F v = H v Q, in the shape of W."""
         h, q = self.outputs, self.inputs
         v = v.to(pieces(h)[0].dtype)
         left = h.unsqueeze(-1) * v if self.outputs_diagonal and isinstance(h, Tensor) else h @ v
         return left * q.unsqueeze(-2) if self.inputs_diagonal and isinstance(q, Tensor) else left @ q
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Q and H written out as matrices."""
+        """Return Q and H as full matrices."""
 
         def written_out(factor: Matrix, is_diagonal: bool) -> Tensor:
             if not isinstance(factor, Tensor):
@@ -41,64 +50,72 @@ class KroneckerTerm:
         return written_out(self.inputs, self.inputs_diagonal), written_out(self.outputs, self.outputs_diagonal)
 
     def scaled(self, factor: float) -> KroneckerTerm:
-        """`factor` times this Fisher."""
+        """Return factor * F."""
         return KroneckerTerm(self.inputs, self.outputs * factor, self.inputs_diagonal, self.outputs_diagonal)
 
     def is_positive(self) -> bool:
-        """Whether it is not all zero."""
+        """Return whether F is not all zero."""
         return all(
             bool((diagonal(factor, is_diagonal) > 0).any())
             for factor, is_diagonal in ((self.inputs, self.inputs_diagonal), (self.outputs, self.outputs_diagonal))
         )
 
     def is_finite(self) -> bool:
-        """Whether no entry is inf or nan."""
+        """Return whether all entries are finite."""
         return all(bool(torch.isfinite(piece).all()) for piece in (*pieces(self.inputs), *pieces(self.outputs)))
 
 
 @dataclass(frozen=True)
 class DiagonalTerm:
-    """The diagonal of the Fisher, in the shape of W."""
+    """Diagonal of the Fisher.
+
+    Args:
+        diagonal: The diagonal, in the shape of W.
+    """
 
     diagonal: Tensor
 
     def apply(self, v: Tensor) -> Tensor:
-        """This Fisher times v, in the shape of W."""
+        """Return F v, in the shape of W."""
         return self.diagonal * v
 
     def scaled(self, factor: float) -> DiagonalTerm:
-        """`factor` times this Fisher."""
+        """Return factor * F."""
         return DiagonalTerm(self.diagonal * factor)
 
     def is_positive(self) -> bool:
-        """Whether it is not all zero."""
+        """Return whether F is not all zero."""
         return bool((self.diagonal > 0).any())
 
     def is_finite(self) -> bool:
-        """Whether no entry is inf or nan."""
+        """Return whether all entries are finite."""
         return bool(torch.isfinite(self.diagonal).all())
 
 
 @dataclass(frozen=True)
 class DenseTerm:
-    """The whole Fisher (n, n) of W flattened row by row, sub-blocks and all."""
+    """Full Fisher of W flattened row by row, across sub-blocks.
+
+    Args:
+        matrix: The Fisher (n, n).
+    """
 
     matrix: Tensor
 
     def apply(self, v: Tensor) -> Tensor:
-        """This Fisher times v, in the shape of W."""
+        """Return F v, in the shape of W."""
         return (self.matrix @ v.flatten().to(self.matrix.dtype)).reshape(v.shape)
 
     def scaled(self, factor: float) -> DenseTerm:
-        """`factor` times this Fisher."""
+        """Return factor * F."""
         return DenseTerm(self.matrix * factor)
 
     def is_positive(self) -> bool:
-        """Whether it is not all zero."""
+        """Return whether F is not all zero."""
         return bool((self.matrix.diagonal() > 0).any())
 
     def is_finite(self) -> bool:
-        """Whether no entry is inf or nan."""
+        """Return whether all entries are finite."""
         return bool(torch.isfinite(self.matrix).all())
 
 

@@ -1,4 +1,4 @@
-"""A sum of Fishers, and the same sum with every task times its strength."""
+"""The sum of the tasks' Fishers, and the same sum weighted by the tasks' strengths."""
 
 from __future__ import annotations
 
@@ -13,19 +13,32 @@ from limpet.precision.linalg import widened
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """`plain` = sum of F_t, `total` = sum of strength_t F_t.
+    """The sums `plain` = sum of F_t and `total` = sum of strength_t F_t.
 
-    Training needs the total, forecasts need the plain sum. While every task had the same strength one is a
-    multiple of the other and only `plain` is kept; `mixed` appears with the first strength that differs.
+    Training needs the total, forecasts need the plain sum. As long as all tasks have the same strength, one is a
+    multiple of the other and only `plain` is stored; `mixed` is created at the first strength that differs.
+
+    Args:
+        plain: The sum of F_t.
+        mixed: The sum of strength_t F_t. None as long as all strengths are equal.
+        strength: The common strength. None before the first task, and once strengths differ.
     """
 
     plain: Tensor
     mixed: Tensor | None = None
-    strength: float | None = None  # the common strength; None before the first task and once mixed
+    strength: float | None = None
 
     @classmethod
     def zero(cls, shape: torch.Size, like: Tensor) -> WeightedSum:
-        """Nothing added yet; takes no memory."""
+        """Create the sum of no tasks: a single zero expanded to `shape`, which takes no memory.
+
+        Args:
+            shape: Shape of the sum.
+            like: Tensor with the dtype and device to use.
+
+        Returns:
+            The sum before the first task.
+        """
         return cls(torch.zeros((), dtype=like.dtype, device=like.device).expand(shape))
 
     @property
@@ -36,13 +49,22 @@ class WeightedSum:
 
     @property
     def factored(self) -> tuple[float, Tensor]:
-        """The total as a number times a tensor that is kept, so that nothing has to be multiplied out."""
+        """The total as a number and a tensor, left unmultiplied to avoid allocating the product."""
         if self.mixed is not None:
             return 1.0, self.mixed
         return 1.0 if self.strength is None else self.strength, self.plain
 
     def add(self, plain: Tensor, strength: float, carry: Callable[[Tensor], Tensor] | None = None) -> WeightedSum:
-        """Take one task in. `carry` is the linear map that brings the old sums into a new basis (float64)."""
+        """Add one task.
+
+        Args:
+            plain: Fisher F of the task.
+            strength: Strength of the task.
+            carry: Linear map that brings the old sums (in float64) into a new basis. Defaults to the identity.
+
+        Returns:
+            The new sums.
+        """
 
         def moved(old: Tensor) -> Tensor:
             return widened(old) if carry is None else carry(widened(old))
@@ -58,16 +80,16 @@ class WeightedSum:
         return WeightedSum(summed, stored(moved(self.total) + strength * plain), None)
 
     def unweighted(self) -> WeightedSum:
-        """The sum of F_t, every strength 1."""
+        """Return the sum of F_t, with every strength 1."""
         return WeightedSum(self.plain, None, 1.0)
 
     def scale(self, factor: float) -> WeightedSum:
-        """`factor` times both sums."""
+        """Return `factor` times both sums."""
         mixed = None if self.mixed is None else factor * self.mixed
         return WeightedSum(factor * self.plain, mixed, self.strength)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors to keep, by name."""
+        """Return the tensors to save, by name."""
         kept = {name: self.plain}
         if self.mixed is not None:
             kept[f"{name}.weighted"] = self.mixed
@@ -75,5 +97,14 @@ class WeightedSum:
 
     @classmethod
     def restore(cls, name: str, tensors: Mapping[str, Tensor], strength: float | None) -> WeightedSum:
-        """The inverse of `tensors`."""
+        """Rebuild the sums from saved tensors, the inverse of `tensors`.
+
+        Args:
+            name: Name under which they were saved.
+            tensors: Tensors by name.
+            strength: The common strength, or None.
+
+        Returns:
+            The sums.
+        """
         return cls(tensors[name], tensors.get(f"{name}.weighted"), strength)

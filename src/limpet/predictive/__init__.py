@@ -1,4 +1,4 @@
-"""Predictions with uncertainty: samples of the weights, and the linearized model."""
+"""Posterior predictive distributions: weight samples and the linearized model."""
 
 from limpet.predictive.predictive import predictive, sample_weights
 

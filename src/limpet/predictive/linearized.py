@@ -1,11 +1,11 @@
-"""The network linearised at the memory's mean: its outputs are then Gaussian, in closed form.
+"""Linearized Laplace: the network linearized at the posterior mean has Gaussian outputs in closed form.
 
-    f(x) ~ N(f(x, mean), J L^-1 J^T),    J the Jacobian of the outputs in the weights
+    f(x) ~ N(f(x, mean), J L^-1 J^T),    J the Jacobian of the outputs with respect to the weights
 
 (MacKay 1992; Immer, Korzepa and Bauer 2021, "Improving predictions of Bayesian neural nets via local linearization".)
-In the eigenbasis of L (for kronecker-sum, of its form of constant size) every block adds the products of its rotated
-gradients over the eigenvalues. Where a layer is used once per example the gradient of output c is g_c a^T, and its
-share comes out of two thin products,
+In the eigenbasis of L (for kronecker-sum, of its constant-size approximation) every block contributes the products of
+its rotated gradients divided by the eigenvalues. If a layer is used once per example, the gradient of output c is
+g_c a^T, and the contribution takes only two small matrix products,
 
     sum_ij (U_H^T g_c)_i (U_H^T g_c')_i (U_Q^T a)_j^2 / (D_ij + prior)
 """
@@ -33,23 +33,36 @@ from limpet.precision import Kronecker, Spectrum
 from limpet.precision.base import inverse_root
 
 MOST_OUTPUTS = 64
-"""Outputs up to which the Jacobian, a backward pass for each, is made."""
+"""Largest number of outputs for which the Jacobian, one backward pass per output, is computed."""
 
 
 @dataclass(frozen=True)
 class OutputDistribution:
-    """N(mean, covariance) of the outputs: (examples, outputs) and (examples, outputs, outputs)."""
+    """Gaussian distribution of the outputs, independent between examples.
+
+    Args:
+        mean: Mean, of shape (examples, outputs).
+        covariance: Covariance, of shape (examples, outputs, outputs).
+    """
 
     mean: Tensor
     covariance: Tensor
 
     @property
     def variance(self) -> Tensor:
-        """Of each output by itself: (examples, outputs)."""
+        """Marginal variance of each output, of shape (examples, outputs)."""
         return self.covariance.diagonal(dim1=-2, dim2=-1)
 
     def sample(self, draws: int, generator: torch.Generator | None = None) -> Tensor:
-        """Outputs drawn: (draws, examples, outputs)."""
+        """Sample outputs.
+
+        Args:
+            draws: Number of samples.
+            generator: Random generator. Default: that of the device.
+
+        Returns:
+            The samples, of shape (draws, examples, outputs).
+        """
         values, vectors = torch.linalg.eigh(self.covariance)
         root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
         device = self.mean.device if generator is None else generator.device
@@ -61,7 +74,21 @@ class OutputDistribution:
 def output_distribution(
     posterior: Posterior, inputs: Any, *, forward: Forward | None = None, prior_precision: float | None = None
 ) -> OutputDistribution:
-    """The outputs for a batch of inputs; the model itself stays as it is. `prior_precision` takes the prior's place."""
+    """Compute the output distribution of the linearized model for a batch of inputs. The model is left unchanged.
+
+    Args:
+        posterior: The posterior.
+        inputs: The batch of inputs.
+        forward: A function (model, batch) -> outputs. None calls the model on the inputs.
+        prior_precision: Prior precision to use instead of that of the posterior.
+
+    Returns:
+        The Gaussian distribution of the outputs.
+
+    Raises:
+        UnsupportedError: If the model does not give one output vector per example of at most `MOST_OUTPUTS` numbers,
+            or per-sample blocks need a batch that can be split into examples.
+    """
     parameters = named_parameters(posterior.model)
     batch = prepared(inputs, next(iter(parameters.values())).device)
     blocks = [held.block for held in posterior.held.values()]
@@ -76,20 +103,20 @@ def output_distribution(
     ):
         with recorder.recording():
             outputs = _flat(call(posterior.model, batch, forward)[0])
-        by_hand = {block.name for block in blocks if not block.layers} | unseen(
+        per_sample = {block.name for block in blocks if not block.layers} | unseen(
             blocks, recorder, parameters, (outputs,)
         )[0]
         names = {block.name for block in blocks}
-        by_hand |= not_by_example(blocks, names, recorder, posterior.model, batch, forward, (outputs,))
+        per_sample |= not_by_example(blocks, names, recorder, posterior.model, batch, forward, (outputs,))
         covariance = outputs.new_zeros(*outputs.shape, outputs.shape[1], dtype=_wide(outputs))
         calls = _calls_by_output(recorder, outputs)
         for name, held in posterior.held.items():
             by_output = [found.get(name, []) for found in calls]
-            if name not in by_hand and any(by_output):
+            if name not in per_sample and any(by_output):
                 with torch.no_grad():
                     covariance += _share(held, _spectrum(held, prior_precision), by_output, covariance)
-        if by_hand:
-            direct = [held for name, held in posterior.held.items() if name in by_hand]
+        if per_sample:
+            direct = [held for name, held in posterior.held.items() if name in per_sample]
             covariance += _direct(posterior, direct, batch, forward, prior_precision, covariance)
     return OutputDistribution(outputs.detach().to(covariance.dtype), (covariance + covariance.mT) / 2)
 
@@ -99,8 +126,8 @@ def _flat(outputs: Any) -> Tensor:
     if len(tensors) != 1 or tensors[0].dim() != 2 or tensors[0].shape[1] > MOST_OUTPUTS:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise UnsupportedError(
-            f"linearised predictions are for one output vector per example of at most {MOST_OUTPUTS} numbers, and the "
-            f"model gave {shapes}: use link_approximation='sampled', or forward= that picks the outputs"
+            f"linearized predictions require one output vector per example of at most {MOST_OUTPUTS} elements, but "
+            f"the model returned {shapes}: use link_approximation='sampled', or select the outputs with forward="
         )
     return tensors[0]
 
@@ -117,7 +144,7 @@ def _spectrum(held: BlockPosterior, prior_precision: float | None) -> Spectrum:
 
 
 def _calls_by_output(recorder: Recorder, outputs: Tensor) -> list[dict[str, list[Call]]]:
-    """What every layer saw, with the gradient of each output in turn."""
+    """The recorded calls of every layer, with the gradients of each output in turn."""
     found = []
     for c in range(outputs.shape[1]):
         root = torch.zeros_like(outputs)
@@ -135,9 +162,9 @@ def _calls_by_output(recorder: Recorder, outputs: Tensor) -> list[dict[str, list
 
 
 def _share(held: BlockPosterior, spectrum: Spectrum, by_output: Sequence[Sequence[Call]], like: Tensor) -> Tensor:
-    """What a block adds to the covariance of the outputs."""
+    """Contribution of a block to the covariance of the outputs."""
     if isinstance(held.precision, Kronecker) and len(held.precision.shape) == 2 and _once(by_output):
-        return _thin_share(held.precision, spectrum, by_output, like)
+        return _low_rank_share(held.precision, spectrum, by_output, like)
     share = torch.zeros_like(like)
     step = max(1, CHUNK // (held.precision.shape.numel() * len(by_output)))
     for start in range(0, like.shape[0], step):
@@ -148,7 +175,7 @@ def _share(held: BlockPosterior, spectrum: Spectrum, by_output: Sequence[Sequenc
 
 
 def _once(by_output: Sequence[Sequence[Call]]) -> bool:
-    """Whether the weights are used by one matrix layer, at one position of every example."""
+    """Whether the weights are used by a single matrix layer, at a single position of every example."""
     return all(
         len(calls) == 1 and isinstance(calls[0].layer, MatrixLayer) and calls[0].data.shape[-2] == 1
         for calls in by_output
@@ -162,13 +189,16 @@ def _gradients(calls: Sequence[Call], rows: slice, held: BlockPosterior, like: T
 
 
 def _products(spectrum: Spectrum, jacobian: Tensor) -> Tensor:
-    """J L^-1 J^T for (examples, outputs, *block)."""
+    """Compute J L^-1 J^T for a Jacobian of shape (examples, outputs, *block)."""
     full = spectrum.total + spectrum.prior
     coordinates = (spectrum.into(jacobian.to(full.dtype)) * inverse_root(full)).flatten(2)
     return (coordinates @ coordinates.mT).to(jacobian.dtype)
 
 
-def _thin_share(precision: Kronecker, spectrum: Spectrum, by_output: Sequence[Sequence[Call]], like: Tensor) -> Tensor:
+def _low_rank_share(
+    precision: Kronecker, spectrum: Spectrum, by_output: Sequence[Sequence[Call]], like: Tensor
+) -> Tensor:
+    """Contribution of a block whose gradients have rank one: a layer that is used once per example."""
     first = by_output[0][0]
     data = first.data.squeeze(-2).to(like.dtype)
     if isinstance(first.layer, MatrixLayer) and first.layer.has_bias:
@@ -194,14 +224,14 @@ def _direct(
     prior_precision: float | None,
     like: Tensor,
 ) -> Tensor:
-    """The blocks that no layer class covers: one example after another."""
+    """Contribution of the per-sample blocks, which no layer class supports: one example at a time."""
     weights = posterior.parameters()
     names = [name for held in blocks for name in held.block.parameters]
     share = torch.zeros_like(like)
     if len(like) > 1 and batch_size(batch) != len(like):
         raise UnsupportedError(
-            f"{', '.join(held.block.name for held in blocks)}: linearised example by example, but the batch cannot be "
-            "cut into examples: give one example at a time, or use link_approximation='sampled'"
+            f"{', '.join(held.block.name for held in blocks)}: these blocks are linearized per sample, but the batch "
+            "cannot be split into examples: pass one example at a time, or use link_approximation='sampled'"
         )
     for n in range(like.shape[0]):
         outputs = _flat(call(posterior.model, part(batch, slice(n, n + 1)), forward)[0])

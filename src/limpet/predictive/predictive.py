@@ -1,4 +1,4 @@
-"""Say link_approximation sure the network is: predictions averaged over what the weights might be."""
+"""Posterior predictive: predictions averaged over the posterior of the weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,16 @@ LINK_APPROXIMATIONS = ("probit", "linearised", "sampled")
 def sample_weights(
     posterior: Posterior, generator: torch.Generator | None = None, prior_precision: float | None = None
 ) -> dict[str, Tensor]:
-    """The protected parameters drawn from N(mean, L^-1), with another prior in L if one is given."""
+    """Sample the protected parameters from N(mean, L^-1).
+
+    Args:
+        posterior: The posterior.
+        generator: Random generator. Default: the global one.
+        prior_precision: Prior precision to use in L instead of that of the posterior.
+
+    Returns:
+        The sampled parameters, by name.
+    """
     weights = posterior.weights()
     drawn = {}
     for held in posterior.held.values():
@@ -52,10 +61,26 @@ def predictive(
     prior_precision: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Any:
-    """E[targets | inputs], over the weights of the memory, in eval mode; the model itself stays as it is.
+    """Compute E[targets | inputs] under the posterior, in eval mode. The model is left unchanged.
 
-    "sampled": the mean over drawn weights. "linearised": the mean over outputs drawn from those of the network
-    linearised at the mean. "probit": the same without drawing, nearly. The last two are for few outputs.
+    Args:
+        posterior: The posterior.
+        likelihood: The likelihood, which maps outputs to expected targets.
+        inputs: The batch of inputs.
+        link_approximation: How the expectation is approximated. "sampled" averages over weight samples. "linearised"
+            averages over outputs sampled from the network linearized at the mean. "probit" approximates the latter in
+            closed form. The last two support only few outputs.
+        draws: Number of samples for "sampled" and "linearised".
+        forward: A function (model, batch) -> outputs. None calls the model on the inputs.
+        prior_precision: Prior precision to use instead of that of the posterior.
+        generator: Random generator. Default: the global one.
+
+    Returns:
+        The expected targets, for example class probabilities.
+
+    Raises:
+        ValueError: If `link_approximation` is unknown or `draws` is not a positive integer.
+        UnsupportedError: If the model has too many outputs for a linearized prediction.
     """
     if link_approximation not in LINK_APPROXIMATIONS:
         raise ValueError(

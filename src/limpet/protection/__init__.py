@@ -1,1 +1,1 @@
-"""Hold on to a memory while an optimizer trains."""
+"""Protect a memory while an optimizer trains the model."""

@@ -1,4 +1,4 @@
-"""A block bound to the parameter groups of an optimizer, the state between steps, and one proximal update."""
+"""Blocks bound to the parameter groups of an optimizer, the state carried between steps, and one proximal update."""
 
 from __future__ import annotations
 
@@ -14,27 +14,43 @@ from limpet.posterior.lora import LoRAPenalty
 from limpet.precision import Spectrum
 
 Group = dict[str, Any]
-"""One of an optimizer's groups of parameters."""
+"""A parameter group of an optimizer."""
 
 Part = tuple[nn.Parameter, Group, Tensor]
-"""A parameter that the optimizer steps, its group, and a gradient in it."""
+"""A parameter that the optimizer steps, its group, and a gradient with respect to it."""
 
 
 @dataclass
 class ProximalState:
-    """What is carried from step to step. Part of a memory's saved state."""
+    """State carried from step to step, saved with the memory.
+
+    Attributes:
+        every: Apply the penalty every `every` steps.
+        count: Number of steps so far.
+        control_variate: The control variate h of ProxSkip, by parameter; in gradient mode, the last gradient of the
+            penalty.
+        pending: S, the sum of the step sizes since the last proximal step, by block.
+        multiplier: State of the budget, `Budget.state`; None without a budget.
+        mode: "proximal" or "gradient".
+    """
 
     every: int = 1
     count: int = 0
-    control_variate: dict[str, Tensor] = field(default_factory=dict)  # h, by parameter
-    pending: dict[str, float] = field(default_factory=dict)  # S, by block
-    multiplier: float | None = None  # what a budget remembers
-    mode: str = "proximal"  # in gradient mode, the control variate is the last gradient of the penalty
+    control_variate: dict[str, Tensor] = field(default_factory=dict)
+    pending: dict[str, float] = field(default_factory=dict)
+    multiplier: float | None = None
+    mode: str = "proximal"
 
 
 @dataclass
 class SteppedBlock:
-    """A block with its parameters, and the groups of those that the optimizer steps."""
+    """A block with its parameters and their parameter groups.
+
+    Attributes:
+        block: The block.
+        parameters: The parameters of the block.
+        groups: The parameter group of each parameter; None if the optimizer does not step it.
+    """
 
     block: Block
     parameters: list[nn.Parameter]
@@ -42,55 +58,71 @@ class SteppedBlock:
 
     @property
     def stepped(self) -> bool:
-        """Whether this step reaches it."""
+        """Whether a parameter of the block has a gradient in this step."""
         return any(parameter.grad is not None for parameter in self.parameters)
 
     @property
     def targets(self) -> set[nn.Parameter]:
-        """The parameters that the optimizer steps."""
+        """Parameters of the block that the optimizer steps."""
         return {p for p, group in zip(self.parameters, self.groups, strict=True) if group is not None}
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """The parameters by name."""
+        """Return the parameters of the block, by name."""
         return dict(zip(self.block.parameters, self.parameters, strict=True))
 
 
 @dataclass
 class BoundBlock(SteppedBlock):
-    """The same with what is kept of it."""
+    """A `SteppedBlock` together with its posterior.
+
+    Attributes:
+        held: The posterior of the block.
+        apply: Multiplies by the precision, prepared for repeated use; None to use the posterior's own.
+        spectrum: Spectrum of the precision; only with a budget.
+        lora: The penalty in terms of the adapters' factors; None if the block has no adapters.
+        adapter_groups: The parameter groups of the adapters' parameters.
+    """
 
     held: BlockPosterior
-    apply: Callable[[Tensor], Tensor] | None = None  # of the precision, ready for many uses
-    spectrum: Spectrum | None = None  # where there is a budget
-    lora: LoRAPenalty | None = None  # where it trains through adapters,
-    adapter_groups: dict[nn.Parameter, Group] = field(default_factory=dict)  # which have groups of their own
+    apply: Callable[[Tensor], Tensor] | None = None
+    spectrum: Spectrum | None = None
+    lora: LoRAPenalty | None = None
+    adapter_groups: dict[nn.Parameter, Group] = field(default_factory=dict)
 
     @property
     def stepped(self) -> bool:
-        """Whether this step reaches it."""
+        """Whether a parameter of the block, or of its adapters, has a gradient in this step."""
         return any(parameter.grad is not None for parameter in (*self.parameters, *self.adapter_groups))
 
     @property
     def targets(self) -> set[nn.Parameter]:
-        """The parameters that the optimizer steps, those of adapters included."""
+        """Parameters that the optimizer steps, including those of adapters."""
         return super().targets | set(self.adapter_groups)
 
     def displacement(self) -> Tensor:
-        """w - mean, in the block's bases where it trains through adapters."""
+        """Compute w - mean; with adapters, in the block's eigenbases."""
         return self.held.displacement(self.weights()) if self.lora is None else self.lora.coordinates()
 
     def coordinates(self) -> Tensor:
-        """w - mean in the basis of the spectrum."""
+        """Compute w - mean in the eigenbasis of the spectrum."""
         assert self.spectrum is not None
         d = self.displacement()
         return d if self.lora is not None and self.lora.rotated else self.spectrum.into(d)
 
     def gradient(self, d: Tensor) -> Tensor:
-        """The gradient of the penalty at a displacement."""
+        """Compute the gradient of the penalty at a displacement."""
         return self.held.gradient(d, self.apply) if self.lora is None else self.lora.pull(d)
 
     def multiplied_gradient(self, coordinates: Tensor, factor: float) -> Tensor:
-        """The same with the sum of strength_t F_t times `factor`, from coordinates in the basis of the spectrum."""
+        """Compute the gradient of the penalty with every strength multiplied by a factor.
+
+        Args:
+            coordinates: w - mean in the eigenbasis of the spectrum.
+            factor: The factor.
+
+        Returns:
+            The gradient, in the same coordinates as `displacement`.
+        """
         assert self.spectrum is not None
         spectrum, lora = self.spectrum, self.lora
         gradient = (spectrum.prior + factor * spectrum.total) * coordinates
@@ -99,35 +131,43 @@ class BoundBlock(SteppedBlock):
         return gradient if linear_term is None else gradient + linear_term
 
     def penalty_parts(self) -> Iterator[Part]:
-        """The gradient of the penalty."""
-        short = self._short_way()
-        return self.parts(self.gradient(self.displacement())) if short is None else short(1.0)
+        """Yield the gradient of the penalty for every parameter that the optimizer steps."""
+        factored = self._factored_gradient()
+        return self.parts(self.gradient(self.displacement())) if factored is None else factored(1.0)
 
     def measured(self) -> tuple[float, Callable[[float], Iterator[Part]]]:
-        """1/2 d^T F d, and the gradient of the penalty with the sum of strength_t F_t times a factor."""
-        short = self._short_way()
-        if self.lora is not None and short is not None:
-            return self.lora.rise(), short
+        """Compute 1/2 d^T F d at the current weights.
+
+        Returns:
+            The value, and a function that maps a factor to the gradient of the penalty with every strength multiplied
+            by that factor.
+        """
+        factored = self._factored_gradient()
+        if self.lora is not None and factored is not None:
+            return self.lora.rise(), factored
         assert self.spectrum is not None
         c = self.coordinates()
         return self.spectrum.rise(c, 0.0), lambda factor: self.parts(self.multiplied_gradient(c, factor))
 
-    def _short_way(self) -> Callable[[float], Iterator[Part]] | None:
-        """The gradient for a factor, where nothing but adapters trains and it needs nothing of the weight's size."""
+    def _factored_gradient(self) -> Callable[[float], Iterator[Part]] | None:
+        """Return the gradient in closed form in the adapters' factors, as a function of a factor; None if not possible.
+
+        It allocates nothing of the size of the weight, and requires that only adapters train and start at the mean.
+        """
         lora = self.lora
         product = None if lora is None or any(group is not None for group in self.groups) else lora.product
         if lora is None or product is None or not lora.starts_at_the_mean:
             return None
-        return lambda factor: self._own(lora.penalty_gradients(product.times(factor)))
+        return lambda factor: self._stepped_only(lora.penalty_gradients(product.times(factor)))
 
-    def _own(self, gradients: Iterator[tuple[nn.Parameter, Tensor]]) -> Iterator[Part]:
-        """Those of the adapters' parameters that the optimizer steps."""
+    def _stepped_only(self, gradients: Iterator[tuple[nn.Parameter, Tensor]]) -> Iterator[Part]:
+        """Keep the gradients of adapter parameters that the optimizer steps."""
         return ((p, self.adapter_groups[p], part) for p, part in gradients if p in self.adapter_groups)
 
     def parts(self, gradient: Tensor) -> Iterator[Part]:
-        """A gradient in the block, in every parameter that the optimizer steps."""
+        """Split a gradient with respect to the block among the parameters that the optimizer steps."""
         if self.lora is not None:
-            yield from self._own(self.lora.gradients(gradient))
+            yield from self._stepped_only(self.lora.gradients(gradient))
         if any(group is not None for group in self.groups):
             whole = gradient if self.lora is None else self.lora.back(gradient)
             for parameter, group, part in zip(self.parameters, self.groups, self.held.block.split(whole), strict=True):
@@ -137,12 +177,19 @@ class BoundBlock(SteppedBlock):
 
 @dataclass
 class ProximalUpdate:
-    """A block on its way back: where it was before the penalty, and the step that the penalty takes."""
+    """One proximal step of a block.
+
+    Attributes:
+        bound: The block.
+        total: S, the sum of the step sizes since the last proximal step.
+        d: Displacement from the mean before the proximal step.
+        step: The step size of the proximal step, S / N.
+    """
 
     bound: BoundBlock
-    total: float  # S
+    total: float
     d: Tensor
-    step: float  # S / N
+    step: float
 
     def __post_init__(self) -> None:
         spectrum, linear_term = self.bound.spectrum, self.bound.held.linear_term
@@ -150,12 +197,12 @@ class ProximalUpdate:
             self.coordinates = spectrum.into(self.d if linear_term is None else self.d - self.step * linear_term)
 
     def rise(self, factor: float) -> float:
-        """1/2 d^T F d after the map with the sum of F_t times `factor`."""
+        """Compute 1/2 d^T F d after the proximal step, with every strength multiplied by `factor`."""
         assert self.bound.spectrum is not None
         return self.bound.spectrum.rise(self.coordinates, self.step, factor)
 
     def pulled(self, factor: float | None) -> Tensor:
-        """The displacement after the map."""
+        """Compute the displacement after the proximal step, with every strength multiplied by `factor` (None for 1)."""
         spectrum = self.bound.spectrum
         if factor is None or spectrum is None:
             return self.bound.held.proximal(self.d, self.step)

@@ -1,7 +1,7 @@
-"""Where the blocks of a protected model are kept: all of them here, or each on one rank.
+"""Communication between the weights and the posteriors of their blocks: none, or an all-to-all between ranks (FSDP2).
 
-This is all that sharding changes in a protected step. Weights are brought to where their block is kept, the penalty is
-applied there, and the results are given back to where the weights are.
+This is all that differs between local and sharded protection. Weights are gathered on the rank that owns their block,
+the penalty is applied there, and the results are scattered back to the shards of the weights.
 """
 
 from __future__ import annotations
@@ -17,47 +17,78 @@ from limpet.posterior.sharding import BlockSharding
 from limpet.protection.bound_block import BoundBlock, Group, SteppedBlock
 
 Results = Iterable[tuple[str, tuple[Tensor, ...]]]
-"""One or several tensors for every parameter, by its name."""
+"""Pairs of a parameter name and one or several tensors in the shape of the parameter."""
 
 
 class BlockExchange(Protocol):
-    """How weights reach the place where their block is kept."""
+    """Interface for moving weights to the ranks that own their blocks, and results back."""
 
     def stepped(self, bound: Sequence[BoundBlock], groups: Mapping[nn.Parameter, Group]) -> Sequence[SteppedBlock]:
-        """The blocks that the optimizer steps, wherever they are kept; `bound` are those that are kept here."""
+        """Return the blocks that the optimizer steps, on all ranks.
+
+        Args:
+            bound: The blocks that this rank owns.
+            groups: The parameter group of every parameter that the optimizer steps.
+
+        Returns:
+            The blocks with a parameter in one of the groups.
+        """
 
     def bring(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The whole weights of the blocks that are kept here."""
+        """Gather the full weights of the blocks that this rank owns.
+
+        Args:
+            weights: The weights, by name; sharded if the model is.
+
+        Returns:
+            The full weights, by name.
+        """
 
     def give(self, results: Results, names: Iterable[str], count: int) -> Results:
-        """What is here of the results for all these parameters, `count` tensors each."""
+        """Scatter results to the ranks that hold the weights.
+
+        Args:
+            results: The results for the blocks that this rank owns.
+            names: Names of the parameters that have results on any rank.
+            count: Number of result tensors per parameter.
+
+        Returns:
+            The results for the weights, or shards of weights, on this rank.
+        """
 
 
 class LocalExchange:
-    """Everything is here. Results pass through one by one, so that only one block's are held at a time."""
+    """Exchange without communication. Results are passed on lazily, so only those of one block exist at a time."""
 
     def stepped(self, bound: Sequence[BoundBlock], groups: Mapping[nn.Parameter, Group]) -> Sequence[SteppedBlock]:
-        """The blocks themselves."""
+        """Return the blocks unchanged."""
         return bound
 
     def bring(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The weights themselves."""
+        """Return the weights unchanged."""
         return weights
 
     def give(self, results: Results, names: Iterable[str], count: int) -> Results:
-        """The results themselves."""
+        """Return the results unchanged."""
         return results
 
 
 class ShardedExchange:
-    """Every block is kept by one rank (FSDP2). `bring` and `give` are collectives: one all-to-all for all blocks."""
+    """Exchange for FSDP2, where every block is owned by one rank.
+
+    `bring` and `give` are collectives: one all-to-all for all blocks (`give`: one per tensor of a parameter).
+
+    Args:
+        sharding: Which rank owns which block.
+        parameters: The sharded parameters, by name.
+    """
 
     def __init__(self, sharding: BlockSharding, parameters: Mapping[str, nn.Parameter]) -> None:
         self._sharding, self._parameters = sharding, parameters
         self._exchange = sharding.exchange(parameters)
 
     def stepped(self, bound: Sequence[BoundBlock], groups: Mapping[nn.Parameter, Group]) -> Sequence[SteppedBlock]:
-        """The blocks of all ranks that have a parameter in one of the groups."""
+        """Return the blocks of all ranks that have a parameter in one of the groups."""
         found = []
         for block in self._sharding.blocks.values():
             parameters = [self._parameters[name] for name in block.parameters]
@@ -67,11 +98,11 @@ class ShardedExchange:
         return found
 
     def bring(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The whole weights of the blocks that this rank keeps."""
+        """Gather the full weights of the blocks that this rank owns."""
         return self._exchange.bring(weights)
 
     def give(self, results: Results, names: Iterable[str], count: int) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
-        """This rank's shards of the results of all ranks."""
+        """Yield this rank's shards of the results of all ranks."""
         own, names = dict(results), sorted(names)
         columns = [
             self._exchange.give({name: tensors[i] for name, tensors in own.items()}, names) for i in range(count)
@@ -81,6 +112,6 @@ class ShardedExchange:
 
 
 def exchange_for(posterior: Posterior) -> BlockExchange:
-    """The exchange that a memory needs."""
+    """Return the exchange for a posterior: sharded if the posterior is, else local."""
     sharding = posterior.sharding
     return LocalExchange() if sharding is None else ShardedExchange(sharding, posterior.parameters())

@@ -1,16 +1,18 @@
-"""Hold on during training: the penalty as hooks of the optimizer's own step.
+"""Protect a memory during training: add the penalty to an optimizer through its step hooks.
 
-The objective is mean loss + (1 / N) penalty(w). Two ways to add the penalty:
+The objective is mean loss + (1 / N) penalty(w). There are two modes:
 
-- gradient: before the step, grad += gradient of the penalty / N. Any optimizer; stiff penalties make SGD diverge. With
-  every=k it is made anew every k steps, and in between taken as it was: the same fixed point, at a k-th of the cost.
-- proximal: after the step, w <- argmin 1/(2 s) ||w - v||^2 + penalty(w) / N; no penalty makes it diverge. For SGD,
-  whose step size at rest is s = lr (1 - dampening) / (1 - momentum), Nesterov or not. Taken every k steps with the
-  control variate of ProxSkip (Mishchenko et al. 2022), which keeps the fixed point: with h the force of the penalty,
-  after every step w += s h; every k steps, with S the sum of the s since the last time, z = w - S h, w = prox_S(z),
+- gradient: before the step, grad += gradient of the penalty / N. Works with all supported optimizers, but SGD diverges
+  if the penalty is stiff. With every=k the gradient of the penalty is recomputed every k steps and reused in between,
+  which has the same fixed point at a k-th of the cost.
+- proximal: after the step to v, w <- argmin 1/(2 s) ||w - v||^2 + penalty(w) / N, which is stable for any penalty. For
+  SGD, whose effective step size is s = lr (1 - dampening) / (1 - momentum), with or without Nesterov momentum. With
+  every=k the proximal step is taken every k steps with the control variate of ProxSkip (Mishchenko et al. 2022), which
+  preserves the fixed point: with h the control variate, an estimate of -gradient of the penalty / N, after every step
+  w += s h; every k steps, with S the sum of the s since the last proximal step, z = w - S h, w = prox_S(z),
   h = (w - z) / S.
 
-Where a budget is given instead of a strength, the penalty is multiplied by what it takes: `limpet.forgetting.budget`.
+With a budget instead of a strength, the penalty is multiplied by a Lagrange multiplier (`limpet.forgetting.budget`).
 """
 
 from __future__ import annotations
@@ -34,17 +36,52 @@ from limpet.protection.optimizers import few, inner_optimizer, mode_for, penalty
 
 
 class StepObserver(Protocol):
-    """Somebody who watches the steps: the loss gradient before any penalty joins, and what the step changed."""
+    """Interface for observing the gradients of the loss, before the penalty is added, and the steps."""
 
     def before_step(self, gradients: dict[str, Tensor]) -> None:
-        """The gradients of the loss are known, the weights still old."""
+        """Handle the gradients of the loss, before the weights change.
+
+        Args:
+            gradients: The gradients, by parameter name.
+        """
 
     def after_step(self) -> None:
-        """The weights are new."""
+        """Handle the weights after the step, penalty included."""
 
 
 class Protection:
-    """`with memory.protect(optimizer, examples=N):` every step of the optimizer now also holds fast."""
+    """Context manager that adds the penalty of a memory to every step of an optimizer.
+
+    Created by `memory.protect`: `with memory.protect(optimizer, examples=N): ...`.
+
+    Args:
+        posterior: The posterior of the memory.
+        optimizer: The optimizer that trains the model, possibly wrapped by accelerate or Lightning.
+        examples: Number of examples N of the new task.
+        every: Recompute the gradient of the penalty, or take the proximal step, every so many steps.
+        mode: "gradient", "proximal", or "auto": proximal for plain SGD without adapters, else gradient.
+        reduction: How the loss of a batch is reduced, "mean" or "sum".
+        batch_size: Number of examples that the loss of one step sums over; required for reduction="sum".
+        state: State of an interrupted protection to resume from. Ignored if its `every` or mode differs.
+        budget: Multiplier of the penalty that keeps the forecast within a budget; None to use the strengths.
+        old_examples: Number of examples that the memory has consolidated.
+        observer: Called before every step with the gradients of the loss, and again after the step.
+        on_enter: Called with this object when the context is entered.
+        on_exit: Called when the context is left, with whether it was left without an exception.
+
+    Raises:
+        ValueError: If an option is invalid.
+        UnsupportedError: If the optimizer or the combination of options is not supported.
+
+    Attributes:
+        posterior: The posterior of the memory.
+        optimizer: The optimizer, without wrappers.
+        mode: "gradient" or "proximal".
+        every: The period of the penalty, in steps.
+        weight: Weight of the penalty relative to the loss, 1 / N for a mean.
+        state: State carried from step to step, to be saved with the memory.
+        factor: The last multiplier of the penalty; 1 without a budget.
+    """
 
     def __init__(
         self,
@@ -64,7 +101,7 @@ class Protection:
         on_exit: Callable[[bool], None] = lambda _: None,
     ) -> None:
         if budget is not None:
-            reject_sharded(posterior.sharding, "budget=", "hold with a strength, and watch memory.forecast()")
+            reject_sharded(posterior.sharding, "budget=", "use a strength instead, and monitor memory.forecast()")
         self.posterior = posterior
         self.optimizer = inner_optimizer(optimizer)
         self.mode = mode_for(self.optimizer, mode, every, list(posterior.lora_penalties()))
@@ -72,7 +109,7 @@ class Protection:
         self.weight = penalty_weight(examples, reduction, batch_size)
         fits = state is not None and (state.every, state.mode) == (every, self.mode)
         self.state = state if state is not None and fits else ProximalState(every, mode=self.mode)
-        self.factor = 1.0  # what the penalty was multiplied by last
+        self.factor = 1.0
         self._budget = budget if old_examples else None
         self._old_examples = old_examples
         if self._budget is not None and self.state.multiplier is not None:
@@ -82,18 +119,18 @@ class Protection:
         self._on_exit = on_exit
         self._handles: list[Any] = []
         self._entered = False
-        self._groups: list[tuple[int, int]] = []  # the optimizer's groups as they were bound
-        self._bound: list[BoundBlock] = []  # the blocks that are kept here
-        self._reached: Sequence[SteppedBlock] = []  # those that the optimizer steps, wherever they are kept
+        self._groups: list[tuple[int, int]] = []  # to notice when the optimizer's groups change
+        self._bound: list[BoundBlock] = []  # the blocks that this rank owns
+        self._reached: Sequence[SteppedBlock] = []  # the blocks that the optimizer steps, on all ranks
         self._exchange: BlockExchange = LocalExchange()
         self._parameters: dict[str, nn.Parameter] = {}
         self._group_of: dict[nn.Parameter, Group] = {}
-        self._sizes: list[float] = []  # the step size of every block in this step
-        self._original: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # parameter, its gradient, ours in its place
+        self._sizes: list[float] = []  # step size of every block in this step
+        self._original: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # parameter, its gradient, our replacement
 
     def __enter__(self) -> Protection:
         if self._handles:
-            raise LimpetError("this protection is in use already: make a new one with memory.protect(...)")
+            raise LimpetError("this protection is already active: create another one with memory.protect(...)")
         self._entered = True
         self._on_enter(self)
         try:
@@ -109,10 +146,14 @@ class Protection:
 
     def __del__(self) -> None:
         if not getattr(self, "_entered", True):
-            warn("memory.protect(...) was called and never entered, so nothing was held: write `with`", LimpetWarning)
+            warn(
+                "memory.protect(...) was called but never entered, so nothing was protected: use it in a `with` "
+                "statement",
+                LimpetWarning,
+            )
 
     def _bind(self) -> None:
-        """Find the groups of the blocks' parameters. Done anew when the optimizer's groups change under way."""
+        """Match blocks to parameter groups. Called again whenever the optimizer's groups change during training."""
         refuse_unsupported(self.optimizer)
         self._groups = self._groups_now()
         self._group_of = {p: group for group in self.optimizer.param_groups for p in group["params"]}
@@ -122,30 +163,32 @@ class Protection:
         self._reached = self._exchange.stepped(self._bound, self._group_of)
         if not self._reached:
             raise LimpetError(
-                "the optimizer holds none of the parameters that the memory protects: make it from the parameters "
-                "of the same model, after the model is on its device"
+                "the optimizer has none of the parameters that the memory protects: create it from the parameters of "
+                "the same model, after moving the model to its device"
             )
         if self.mode == "proximal":
             for bound in self._reached:
                 self._common_step(bound)
 
     def _groups_now(self) -> list[tuple[int, int]]:
+        """Identify the optimizer's current parameter groups."""
         return [(id(group), len(group["params"])) for group in self.optimizer.param_groups]
 
     def __exit__(self, *exception: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._give_back()
+        self._restore_gradients()
         finished = exception[0] is None
         with full_precision():
             if finished and self.mode == "proximal":
-                self._pull()
+                self._take_proximal_step()
             elif finished and self._budget is not None:
-                self._pull_once()
+                self._enforce_budget()
         self._on_exit(finished)
 
     def _blocks(self) -> Iterator[BoundBlock]:
+        """Yield the blocks of this rank that the optimizer steps."""
         group_of = self._group_of
         weights, loras = self._parameters, self.posterior.lora_penalties()
         decayed = []
@@ -172,14 +215,18 @@ class Protection:
                     decayed.append(held.block.name)
         if decayed:
             warn(
-                f"weight decay pulls protected weights to zero, against the memory ({few(decayed)}): set "
-                "weight_decay=0 for them; the prior of the memory takes its place",
+                f"weight decay pulls protected weights towards zero, against the memory ({few(decayed)}): set "
+                "weight_decay=0 for them; the memory's prior takes its place",
                 LimpetWarning,
             )
 
     @torch.no_grad()
     def penalty(self) -> float:
-        """The penalty as it stands beside the loss now; with a budget, that of the Fishers alone."""
+        """Compute the penalty at the current weights, as added to the loss.
+
+        Returns:
+            The weighted penalty; with a budget, that of the Fisher alone, without the prior.
+        """
         if self._budget is None:
             return float(self.posterior.penalty()) * self.weight
         return self.factor * sum(self.posterior.rises().values()) * self.weight
@@ -187,18 +234,18 @@ class Protection:
     def _pre_hook(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._groups_now() != self._groups:
             self._bind()
-        # A closure runs inside the step, after this hook: what is to be done with its gradients goes with it.
+        # A closure computes the gradients inside the step, after this hook, so it is wrapped to process them there.
         # args[0] is the optimizer itself.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._gradients_known()
+            self._before_step()
             return None
 
         def wrapped() -> Any:
-            self._give_back()
+            self._restore_gradients()
             with torch.enable_grad():
                 loss = closure()
-            self._gradients_known()
+            self._before_step()
             return loss
 
         if len(args) > 1:
@@ -206,14 +253,15 @@ class Protection:
         return args, {**kwargs, "closure": wrapped}
 
     def _skipped(self) -> bool:
-        """Whether a fused optimizer under GradScaler found inf and leaves the weights alone."""
+        """Whether a fused optimizer under GradScaler skips the step because it found inf."""
         found_inf = getattr(self.optimizer, "found_inf", None)
         return found_inf is not None and bool(found_inf > 0)
 
     @torch.no_grad()
     @full_precision()
-    def _gradients_known(self) -> None:
-        self._give_back()
+    def _before_step(self) -> None:
+        """Process the gradients of the loss before the step: call the observer and add the penalty."""
+        self._restore_gradients()
         if self._skipped():
             return
         scale = getattr(self.optimizer, "grad_scale", None)  # a fused optimizer divides by it inside the step
@@ -230,10 +278,11 @@ class Protection:
             for parameter, group, part in self._penalty_parts():
                 self._add_gradient(parameter, group, part, scale)
         else:
-            self._sizes = [self._step_size(bound) for bound in self._reached]  # before the step, which it may refuse
+            # computed before the step, so that an error leaves the weights unchanged
+            self._sizes = [self._step_size(bound) for bound in self._reached]
 
     def _penalty_parts(self) -> Iterator[Part]:
-        """The gradient of the penalty in every parameter, before it is divided by the examples."""
+        """Yield the gradient of the penalty for every parameter, not yet divided by the number of examples."""
         if self.every == 1:
             yield from self._fresh_parts()
             return
@@ -241,7 +290,7 @@ class Protection:
         names = {parameter: name for name, parameter in parameters.items()}
         if state.count % self.every == 0:
             state.control_variate = {}
-        # a block that no step has reached since the last time has none yet
+        # blocks without a gradient at the last update have no stored penalty gradient yet
         for p, _, part in self._fresh_parts(without={parameters[name] for name in state.control_variate}):
             state.control_variate[names[p]] = part.to(p.device, torch.promote_types(p.dtype, torch.float32), copy=True)
         state.count += 1
@@ -250,7 +299,7 @@ class Protection:
                 yield parameters[name], self._group_of[parameters[name]], part
 
     def _fresh_parts(self, without: Collection[nn.Parameter] = ()) -> Iterator[Part]:
-        """The same made anew, but for blocks whose parameters are among these."""
+        """Recompute the gradient of the penalty, except for blocks with a parameter in `without`."""
         if self._budget is None:
             reached = [one for one in self._reached if one.stepped and one.targets.isdisjoint(without)]
             yield from self._gradients({one.block.name for one in reached})
@@ -261,7 +310,7 @@ class Protection:
             for _, parts in measured:
                 yield from parts(self.factor)
             return
-        rise = sum(found for found, _ in measured) + self._others(stepped)
+        rise = sum(found for found, _ in measured) + self._rise_of_others(stepped)
         self.factor = self._budget.follow(rise / self._old_examples)
         self.state.multiplier = self._budget.state
         self.state.count += self.every == 1
@@ -269,7 +318,7 @@ class Protection:
             yield from parts(self.factor)
 
     def _gradients(self, blocks: Collection[str]) -> Iterator[Part]:
-        """The gradient of the penalty in these blocks, in every parameter that the optimizer steps."""
+        """Yield the gradient of the penalty of these blocks, for every parameter that the optimizer steps."""
         through_adapters = {bound.block.name: bound for bound in self._bound if bound.lora is not None}
         for name in through_adapters.keys() & set(blocks):
             yield from through_adapters[name].penalty_parts()
@@ -293,26 +342,29 @@ class Protection:
             if parameter in self._group_of:
                 yield parameter, self._group_of[parameter], part
 
-    def _others(self, bounds: list[BoundBlock]) -> float:
-        """1/2 d^T F d of the blocks that are not among these."""
+    def _rise_of_others(self, bounds: list[BoundBlock]) -> float:
+        """Compute 1/2 d^T F d of all other blocks."""
         return sum(self.posterior.rises(without={bound.held.block.name for bound in bounds}).values())
 
     def _add_gradient(self, parameter: nn.Parameter, group: Group, part: Tensor, scale: Tensor | None) -> None:
+        """Replace the gradient of a parameter by its sum with the weighted gradient of the penalty."""
         if parameter.grad is None:
             return
         weight = -self.weight if group.get("maximize") else self.weight
         if scale is not None:
             part = part * scale.to(part.device)
         gradient = parameter.grad.to_dense()
-        if part.dtype != gradient.dtype:  # a sum over all examples may be too large for half precision, its mean is not
+        if part.dtype != gradient.dtype:  # the unweighted sum over examples may overflow half precision
             part, weight = (part * weight).to(gradient.dtype), 1.0
-        # A tensor in place of the gradient, not a change to it: after the step the user's is there again.
+        # not added in place: the user's gradient is restored after the step
         ours: Any = torch.add(gradient, part.to(gradient.device), alpha=weight)
-        ours.in_place_of = parameter.grad  # for whoever else protects, and comes after us
+        # lets several protections of one optimizer restore their gradients in any order
+        ours.in_place_of = parameter.grad
         self._original.append((parameter, parameter.grad, ours))
         parameter.grad = ours
 
-    def _give_back(self) -> None:
+    def _restore_gradients(self) -> None:
+        """Restore the user's gradients, unless something else has replaced them."""
         for parameter, gradient, ours in self._original:
             found = parameter.grad
             while found is not None and found is not ours:
@@ -324,15 +376,16 @@ class Protection:
     @torch.no_grad()
     @full_precision()
     def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._give_back()
+        self._restore_gradients()
         if self._skipped():
             return
         if self.mode == "proximal":
-            self._proximal_step()
+            self._after_step()
         if self._observer is not None:
             self._observer.after_step()
 
-    def _proximal_step(self) -> None:
+    def _after_step(self) -> None:
+        """Add the control variates after a step and, every so many steps, take the proximal step."""
         self.state.count += 1
         moves: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
         for bound, step in zip(self._reached, self._sizes, strict=True):
@@ -349,50 +402,50 @@ class Protection:
         for step, (parameters, control_variates) in moves.items():
             torch._foreach_add_(parameters, control_variates, alpha=step)
         if self.state.count % self.every == 0:
-            self._pull()
+            self._take_proximal_step()
 
     @torch.no_grad()
-    def _pull(self) -> None:
-        """The proximal map for the steps since the last one."""
+    def _take_proximal_step(self) -> None:
+        """Take the proximal step for all optimizer steps since the last one."""
         pending = self.state.pending
         totals = {one.block.name: s for one in self._reached if (s := pending.pop(one.block.name, 0.0))}
         steps = {
             name: totals[b.block.name] for b in self._reached if b.block.name in totals for name in b.block.parameters
         }
-        held_back = self.state.control_variate if self.every > 1 else {}
-        whole = self._exchange.bring(_WithoutPenalty(self._parameters, held_back, steps))
+        control_variates = self.state.control_variate if self.every > 1 else {}
+        whole = self._exchange.bring(_WithoutPenalty(self._parameters, control_variates, steps))
         moved = [bound for bound in self._bound if bound.block.name in totals]
         updates = [
             ProximalUpdate(b, totals[b.block.name], b.held.displacement(whole), totals[b.block.name] * self.weight)
             for b in moved
         ]
-        self._pull_back(updates, list(steps))
+        self._apply_updates(updates, list(steps))
 
     @torch.no_grad()
-    def _pull_once(self) -> None:
-        """One proximal map at the end, for those who took gradients and must not end beyond a budget.
+    def _enforce_budget(self) -> None:
+        """Take one proximal step at the end of training in gradient mode, to end within the budget.
 
-        Of a small step, so that the prior, which is in it too, does next to nothing. No such map is closed in the
-        factors of adapters: they are scaled down, all alike.
+        Its step size is small, so that the prior, which is part of it, has almost no effect. There is no closed form in
+        the factors of adapters, so these are scaled down, all by the same factor.
         """
         whole = [bound for bound in self._bound if bound.lora is None]
-        parted = any(group is None for bound in whole for group in bound.groups)
-        for _ in range(20 if parted else 1):  # what stays where it is of a block is not what the map was solved for
+        partial = any(group is None for bound in whole for group in bound.groups)
+        for _ in range(20 if partial else 1):  # parameters that are not stepped stay, so one solution is not enough
             updates = [ProximalUpdate(b, 1.0, b.held.displacement(b.weights()), 1e-3 * self.weight) for b in whole]
-            self._pull_back(updates, [name for b in whole for name in b.block.parameters])
+            self._apply_updates(updates, [name for b in whole for name in b.block.parameters])
             if not self.factor:
                 break
         lora = [bound.lora for bound in self._bound if bound.lora is not None]
         if lora and self._budget is not None:
-            others = self._others([bound for bound in self._bound if bound.lora is not None])
+            others = self._rise_of_others([bound for bound in self._bound if bound.lora is not None])
             left = max(self._budget.quadratic * self._old_examples - others, 0.0)
             scale_down(lora, left)
 
-    def _pull_back(self, updates: list[ProximalUpdate], names: list[str]) -> None:
-        """Take the updates of the blocks that are kept here, and put all parameters where they belong."""
+    def _apply_updates(self, updates: list[ProximalUpdate], names: list[str]) -> None:
+        """Apply the proximal updates of this rank's blocks, and write the results of all ranks to the parameters."""
         factor = None
         if self._budget is not None and updates:
-            others = self._others([update.bound for update in updates])
+            others = self._rise_of_others([update.bound for update in updates])
             factor = self._budget.solve(lambda m: (sum(u.rise(m) for u in updates) + others) / self._old_examples)
             self.factor, self.state.multiplier = factor, self._budget.state
         found = (pair for update in updates for pair in self._updated(update, factor))
@@ -404,7 +457,7 @@ class Protection:
                 self.state.control_variate[name] = h if is_sharded(h) else h.to(parameter, copy=True).contiguous()
 
     def _updated(self, update: ProximalUpdate, factor: float | None) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
-        """The parameters of a block after its proximal map and, where steps are skipped, their control variates."""
+        """Yield the parameters of a block after its proximal step and, if every > 1, their control variates."""
         held, pulled = update.bound.held, update.pulled(factor)
         columns = [held.block.split(held.mean + pulled)]
         if self.every > 1:
@@ -413,25 +466,25 @@ class Protection:
             yield name, tuple(tensors)
 
     def _step_size(self, bound: SteppedBlock) -> float:
-        """s of this step; 0 where the block had no gradient."""
+        """Compute the step size s of a block in this step; 0 if the block has no gradient."""
         known = [parameter.grad is not None for parameter in bound.parameters]
         if not any(known):
             return 0.0
         if not all(known):
-            raise _not_as_one(bound.block)
+            raise _unequal_steps(bound.block)
         return self._common_step(bound)
 
     def _common_step(self, bound: SteppedBlock) -> float:
-        """The step size that all parameters of the block have."""
+        """Return the step size shared by all parameters of a block; raise an error if they differ."""
         sizes = {None if group is None else sgd_step(group) for group in bound.groups}
         size = sizes.pop()
         if sizes or size is None:
-            raise _not_as_one(bound.block)
+            raise _unequal_steps(bound.block)
         return size
 
 
 class _WithoutPenalty(Mapping[str, Tensor]):
-    """Where the parameters would be had the penalty not acted since the last proximal map: w - S h."""
+    """The parameters without the control variates added since the last proximal step: w - S h."""
 
     def __init__(
         self,
@@ -454,8 +507,10 @@ class _WithoutPenalty(Mapping[str, Tensor]):
         return len(self._steps)
 
 
-def _not_as_one(block: Block) -> UnsupportedError:
+def _unequal_steps(block: Block) -> UnsupportedError:
+    """Create the error for a block whose parameters have different step sizes, or only some of them a gradient."""
     return UnsupportedError(
-        f"{block.name} is one block ({', '.join(block.parameters)}), and proximal mode moves it as one: give "
-        "its parameters the same lr and momentum and all of them a gradient, or use mode='gradient'"
+        f"proximal mode steps all parameters of {block.name} as one block ({', '.join(block.parameters)}), but their "
+        "step sizes differ or some have no gradient: give all of them the same lr and momentum and a gradient, or use "
+        "mode='gradient'"
     )

@@ -1,0 +1,37 @@
+"""Run a benchmark: `python -m benchmarks NAME [options]`. Without a name, list all of them."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+def benchmarks() -> dict[str, str]:
+    """The first line of the docstring of every script that can be run."""
+    found = {}
+    for path in sorted(FOLDER.glob("[a-z]*.py")):
+        text = path.read_text()
+        if '__name__ == "__main__"' in text:
+            found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
+    return found
+
+
+def main() -> None:
+    """Run the benchmark that is named on the command line."""
+    known = benchmarks()
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in known:
+        width = max(map(len, known))
+        listed = "\n".join(f"  {one:{width}}  {about}" for one, about in known.items())
+        sys.exit(f"usage: python -m benchmarks NAME [options]\n\n{listed}")
+    sys.path.insert(0, str(FOLDER))  # the scripts import from one another
+    sys.argv = [f"benchmarks {name}", *sys.argv[2:]]
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""What all benchmarks have in common: options, records and the versions that a record names."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import limpet
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def parser(description: str | None, *, threads: int | None = None) -> argparse.ArgumentParser:
+    """An argument parser with the option --threads, by default one thread or as many as torch uses."""
+    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument(
+        "--threads", type=int, default=threads or torch.get_num_threads(), help="threads that torch uses"
+    )
+    return found
+
+
+def parse(options: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line and set the number of threads."""
+    found = options.parse_args()
+    torch.set_num_threads(found.threads)
+    return found
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a .jsonl file; none if there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def append_record(path: Path, record: dict[str, Any]) -> None:
+    """Add a record to a .jsonl file, at once, so that a benchmark that is stopped can resume."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """The versions of limpet, torch and Python, and of other packages that took part."""
+    found = {"limpet": limpet.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    return found | {package: version(package) for package in packages}
+
+
+def versions_text(*packages: str) -> str:
+    """The same on one line."""
+    return ", ".join(f"{name.replace('python', 'Python')} {found}" for name, found in versions(*packages).items())
