@@ -1,13 +1,13 @@
-"""Is a budget kept, and what does it cost? One more permuted-MNIST task under budgets, and under a grid of strengths.
+"""Is a budget kept, and what does it cost? A fourth permuted-MNIST task under budgets and at a grid of strengths.
 
     python -m benchmarks budget                     # three seeds, about 8 minutes
-    python -m benchmarks budget --draw              # the figure and the table, from what was kept
+    python -m benchmarks budget --draw              # figure and table, from the stored results
 
-Three tasks are learned; then, from the same weights, the fourth one under each budget (0.01, 0.03 and 0.1 nats per
-example) and under each strength of a grid. Measured are the true rise of the mean loss on the first three (on 2000
-training examples of each) and the test accuracy on the fourth. What a budget reaches is held against the strengths
-that end at the same old loss, between which the accuracy is interpolated.
-The data come from the Hugging Face hub, or from where LIMPET_DATA points.
+After three tasks, the fourth is learned from the same weights under each budget (0.01, 0.03 and 0.1 nats per example)
+and at each strength of a grid. Measured are the true increase of the mean loss on the first three tasks (on 2000
+training examples of each) and the test accuracy on the fourth. A budget is compared with the strength that ends at the
+same old loss; its accuracy is interpolated between the strengths of the grid.
+The data come from the Hugging Face hub, or from the folder in LIMPET_DATA.
 """
 
 from __future__ import annotations

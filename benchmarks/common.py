@@ -1,4 +1,4 @@
-"""What all benchmarks have in common: options, records and the versions that a record names."""
+"""Shared by all benchmarks: command-line options, records, and the versions stored in a record."""
 
 from __future__ import annotations
 

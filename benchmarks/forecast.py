@@ -1,13 +1,13 @@
-"""Is forgetting foretold? The forecast against the true rise of the old loss, at several moments of every task.
+"""How accurate is the forecast? Compare it with the true increase of the old loss, at several points of every task.
 
     python -m benchmarks forecast                                   # permuted MNIST, about 5 minutes
     python -m benchmarks forecast --experiment vision --tasks 5     # about 20 minutes
-    python -m benchmarks forecast --draw                            # the figure and the numbers, from what was kept
+    python -m benchmarks forecast --draw                            # figure and numbers, from the stored results
 
-A pair is what `memory.forecast()` says while task t + 1 is learned and what the mean loss on tasks 1 to t has really
-risen by since task t ended, on 2000 training examples of each. Held weakly, as the Fisher says and strongly, so that
-rises small and large are among them. Pairs are kept in results/forecast/*.json, and all figures are made from them.
-The data come from the Hugging Face hub, or from where LIMPET_DATA points.
+A pair consists of `memory.forecast()` while task t + 1 is learned, and the true increase of the mean loss on tasks 1 to
+t since the end of task t, on 2000 training examples of each. Strengths below, at and above 1 produce small and large
+increases. The pairs are stored in results/forecast/*.json, from which all figures are made.
+The data come from the Hugging Face hub, or from the folder in LIMPET_DATA.
 """
 
 from __future__ import annotations

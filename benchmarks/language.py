@@ -1,15 +1,15 @@
-"""Fine-tune a language model on one text: what does it forget of another, and what does holding on cost?
+"""Fine-tune a language model on new text: how much does it forget, and what does protection cost?
 
-    python -m benchmarks language --model M --old A.txt B.csv --new C.html     # every run that is not there yet
-    python -m benchmarks language --draw                                       # figure and table, from what was kept
+    python -m benchmarks language --model M --old A.txt B.csv --new C.html     # all runs that are still missing
+    python -m benchmarks language --draw                                       # figure and table, from stored results
 
-A memory is made of the model with a sample of the old text (per-token Fisher, sampled labels). Then the new text is
-learned by low-rank adapters on all linear layers of the blocks, or by the last blocks themselves: with nothing held,
-with the memory at several strengths, with decay towards the start, and with a diagonal Fisher of the adapters' own
-parameters. A run is recorded in results/language/trials.jsonl when it ends, so a command that was stopped resumes with
-the next one. Losses are on text that neither the memory nor the training saw, in nats per token.
+A memory of the model is built from a sample of the old text (per-token Fisher, sampled labels). Then the new text is
+learned with LoRA on all linear layers of the blocks, or by training the last blocks themselves: without protection,
+with the memory at several strengths, with decay towards the initial weights, and with a diagonal Fisher of the
+adapters' own parameters. Each run is recorded in results/language/trials.jsonl when it ends, so an interrupted command
+resumes with the next one. Losses are in nats per token, on text that neither the memory nor the training has seen.
 
-M is a folder or a name on the hub; texts are .txt, .html (without its tags), or .csv (its column "text").
+M is a folder or a name on the hub; texts are .txt, .html (tags are removed), or .csv (the column "text").
 """
 
 from __future__ import annotations

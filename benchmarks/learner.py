@@ -1,4 +1,4 @@
-"""A network that learns the tasks of a recipe one by one, held by a memory."""
+"""A network that learns the tasks of a recipe one after another, protected by a memory."""
 
 from __future__ import annotations
 

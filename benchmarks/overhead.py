@@ -1,9 +1,9 @@
-"""What limpet costs, as ratios to the bare run: the curvature pass, the curve after it, and the protected step.
+"""Overhead of limpet relative to a bare run: the curvature pass, the loss curve after it, and the protected step.
 
     python -m benchmarks overhead                 print the table
     python -m benchmarks overhead --output F      and write it to a Markdown file
 
-One thread; rounds are interleaved, so that a slow moment of the machine meets all of them; medians.
+One thread; medians over interleaved rounds, so that a temporary slowdown of the machine affects all cases alike.
 """
 
 from __future__ import annotations

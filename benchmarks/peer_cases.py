@@ -1,4 +1,4 @@
-"""Networks small enough to have the dense Fisher, and what approximations of it are when they are written out."""
+"""Networks small enough to compute the dense Fisher, and its approximations as explicit matrices."""
 
 from __future__ import annotations
 

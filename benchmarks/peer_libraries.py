@@ -1,7 +1,8 @@
-"""How each library is asked for the curvature of a network, at the setting that serves it best.
+"""How the curvature of a network is computed with each library, with the settings that suit it best.
 
-A `Peer` measures (`measure`), says what it keeps (`kept`) and writes its approximation out over all parameters
-(`matrix`), in one normalisation: the Fisher of all examples, a sum. `benchmarks/peers.py` compares them.
+A `Peer` computes the curvature (`measure`), returns the tensors that it stores (`kept`), and expands its approximation
+to a matrix over all parameters (`matrix`), in a common normalization: the Fisher summed over all examples.
+`benchmarks/peers.py` compares them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""limpet beside the libraries that measure curvature: what it costs, and how right it is.
+"""Compare limpet with other curvature libraries: cost and correctness.
 
     python -m benchmarks peers              print the table, under 3 minutes of processor time
-    python -m benchmarks peers --write      and keep it in results/peers
+    python -m benchmarks peers --write      and store it in results/peers
 
-Time is that of one pass over the data, against forward and backward over the same data right before it: seconds of one
-processor thread, medians of rounds that go through all libraries. Errors are relative, in the Frobenius norm, on
-networks small enough to have the dense Fisher, and of the block of the one layer that a column is about. Each is given
-twice: against the dense Fisher of the same kind, and against what the approximation itself is when it is written out,
-so that nobody is blamed for what K-FAC is.
+Time is that of one pass over the data, relative to a forward and backward pass over the same data right before it, in
+processor seconds of one thread; medians over rounds that cycle through all libraries. Errors are relative, in the
+Frobenius norm, for the block of the one layer that a column is about, on networks small enough to compute the dense
+Fisher. Each error is given twice: compared with the dense Fisher of the same kind, and compared with the approximation
+itself, computed explicitly, so that no library is blamed for the error of K-FAC.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a side in pieces keeps of its factor, for every layer of a memory.
+"""How much of a factor remains if its side is split into pieces, for every kind of layer in a memory.
 
     python -m benchmarks pieces memory.safetensors
 
-Of a factor P (a partial trace, as the memory keeps it), the squares of the entries that lie in k even pieces along its
-diagonal, in parts of all squares; the mean over the layers of a kind. Without cutting it is 1.
+For a factor P (a partial trace, as stored in the memory): the sum of squares of the entries in k equal diagonal blocks,
+as a fraction of the sum of all squares, averaged over the layers of a kind. Without splitting it is 1.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How sure is the network, and is it right to be? Predictions of the memory beside those of laplace-torch.
+"""How good is the predictive uncertainty? Compare the predictions of a memory with those of laplace-torch.
 
     python -m benchmarks predictive                          # 784-100-100-10 on MNIST, about 5 minutes
     python -m benchmarks predictive --network lenet --epochs 3 --fitted 5000 --tested 200     # a LeNet on CIFAR-10
 
-One network is trained; each library then fits its Kronecker Laplace approximation to the same training examples,
-chooses its prior precision by the evidence, and predicts the same test examples. Negative log likelihood and
-calibration error are on the test set; "unknown" is the area under the ROC curve of the predictive entropy, with
-Fashion-MNIST as what the network has never seen. The data come from the Hugging Face hub, or from where LIMPET_DATA
-points.
+One network is trained. Each library then fits its Kronecker-factored Laplace approximation to the same training
+examples, chooses its prior precision by the marginal likelihood, and predicts the same test examples. The negative log
+likelihood and the calibration error are those on the test set; "unknown" is the area under the ROC curve of the
+predictive entropy, with Fashion-MNIST as inputs of a kind that the network has never seen. The data come from the
+Hugging Face hub, or from the folder in LIMPET_DATA.
 """
 
 from __future__ import annotations

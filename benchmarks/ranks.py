@@ -1,12 +1,13 @@
-"""Several processes: what each of them keeps and sends, and how much sooner they are done. Nothing here needs data.
+"""Distributed training: what each rank stores and sends, and the speedup. No datasets needed.
 
     python -m benchmarks ranks              # both, about 5 minutes
-    python -m benchmarks ranks costs        # bytes kept, held and sent on 1, 2 and 4 ranks: results/ranks/costs.json
-    python -m benchmarks ranks speed        # a consolidate on 2 ranks and on 1: results/ranks/speed.json
+    python -m benchmarks ranks costs        # bytes stored, allocated, sent on 1, 2, 4 ranks: results/ranks/costs.json
+    python -m benchmarks ranks speed        # a consolidation on 2 ranks and on 1: results/ranks/speed.json
 
-The processes are real ones, started by torchrun, with gloo and one thread each. `costs`: a network of 17 layers in
-pieces (fully_shard), on one rank in one piece; three tasks, then protected steps. `speed`: a transformer that every
-rank has; its memory is made by rank 0 alone and by both ranks with half of the data each, by turns in one run.
+The processes are real ones, started by torchrun, with gloo and one thread each. `costs`: a network of 17 layers,
+sharded by fully_shard (unsharded on one rank); three tasks, then protected steps. `speed`: a transformer that every
+rank holds in full; its memory is built by rank 0 alone and by both ranks with half of the data each, alternating in one
+run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The tables and the figure of results/repair, from what the three benchmarks of repair have kept.
+"""Tables and figure of results/repair, from the stored results of the three repair benchmarks.
 
 python -m benchmarks repair_figures                      # tables and figure
-python -m benchmarks repair_figures --collect runs       # first take in what `limpet run ... --out runs/NAME` wrote
+python -m benchmarks repair_figures --collect runs       # first collect what `limpet run ... --out runs/NAME` wrote
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Fine-tune a language model as usual, then repair it: how much drift is undone, and for how much of the new text?
+"""Fine-tune a language model as usual, then repair it: how much drift is undone, at what cost on the new text?
 
     python -m benchmarks repair_language train  --model M --new C.html --kind lora --seed 0
     python -m benchmarks repair_language memory --model M --source self
     python -m benchmarks repair_language repair --model M --new C.html --old A.txt B.csv --kind lora --seed 0
 
-The model learns the new text by LoRA on all linear layers (kind "lora"), or by all weights but the vocabulary matrix
-(kind "full"), with AdamW and nothing that protects it. Adapters and checkpoints are written in the formats of peft and
-transformers. Kind "merged" is "lora" with the adapters merged into the weights before the repair, so that the repaired
-change may have any rank. A memory is made of the model's own samples (source "self") or of old text (source "text").
-Then the model is repaired, at several strengths, and its update is scaled for comparison. Losses are in nats per token
-on held-out text, drift is KL(before || after) per token on samples that no memory has seen. Every point is recorded
-as soon as it is measured, so a command that was stopped resumes with the next one.
+The model learns the new text with LoRA on all linear layers (kind "lora"), or by training all weights except the
+vocabulary matrix (kind "full"), with AdamW and without protection. Adapters and checkpoints are written in the formats
+of peft and transformers. Kind "merged" is "lora" with the adapters merged into the weights before the repair, so that
+the repaired update may have any rank. A memory is built from samples of the model itself (source "self") or from old
+text (source "text"). Then the model is repaired at several strengths, and for comparison its update is scaled. Losses
+are in nats per token on held-out text; drift is KL(before || after) per token on samples that no memory has seen. Every
+point is recorded as soon as it is measured, so an interrupted command resumes with the next one.
 
-M is a folder or a name on the hub; texts are .txt, .html (without its tags), or .csv (its column "text").
+M is a folder or a name on the hub; texts are .txt, .html (tags are removed), or .csv (the column "text").
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Fine-tune a small network for other images as usual, then repair it: what is left of the first, at what price?
+"""Fine-tune a small network on other images as usual, then repair it: how much of MNIST is retained, at what cost?
 
-    python -m benchmarks repair_mnist                 # every case that is not there yet
+    python -m benchmarks repair_mnist                 # all cases that are still missing
 
-A network of 784-200-200-20 learns MNIST. A memory is made of 4,000 of its images. Then it learns permuted MNIST, or
-Fashion-MNIST as ten new outputs, by plain Adam, and is repaired. Compared is the test loss on MNIST at a test loss on
-the new images of at most 1.1 times that of the tuned network: the best of the path, the best uniform scale, and what
-repair takes by itself at its defaults. Data come from the Hugging Face hub, or from LIMPET_DATA.
+A 784-200-200-20 network learns MNIST, and a memory is built from 4,000 of the images. Then it learns permuted MNIST, or
+Fashion-MNIST as ten new outputs, with plain Adam, and is repaired. Compared is the test loss on MNIST subject to a test
+loss on the new images of at most 1.1 times that of the tuned network: for the best point of the path, for the best
+uniform scale, and for repair with its defaults. The data come from the Hugging Face hub, or from LIMPET_DATA.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Fine-tune a sentence encoder for a second task as usual, then repair it: is the first task back, and at what price?
+"""Fine-tune a sentence encoder on a second task as usual, then repair it: is the first task restored, at what cost?
 
-    python -m benchmarks repair_sentences --model M --reviews R.csv      # every seed that is not there yet
+    python -m benchmarks repair_sentences --model M --reviews R.csv      # all seeds that are still missing
 
-The encoder learns whether a short review is a good one; a memory is made of a part of those reviews. Then it learns,
-with a new head and nothing that protects it, whether the words of a text are in their order: all weights train, by
-AdamW, at a rate at which much is forgotten and at one at which nearly all is. `limpet.repair` follows, and beside it
-scaling the update (WiSE-FT), and training under `memory.protect` instead. Points are kept when they are measured, and a
-seed that is not complete is run again.
+The encoder learns to classify short reviews as positive or negative; a memory is built from a part of these reviews.
+Then it learns, with a new head and without protection, whether the words of a text are in their original order: all
+weights are trained, with AdamW, at a learning rate at which much is forgotten and at one at which nearly everything is.
+`limpet.repair` is compared with scaling the update (WiSE-FT) and with training under `memory.protect` instead. Points
+are recorded when they are measured, and an incomplete seed is run again.
 M is a folder or a name on the hub; R has the columns text, label and source ("imdb" or "rotten_tomatoes").
 """
 

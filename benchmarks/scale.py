@@ -1,12 +1,12 @@
-"""What a memory of a large language model costs, by `limpet.planning.plan`: computed from shapes, nothing is allocated.
+"""Cost of a memory of a large language model, by `limpet.planning.plan`: computed from shapes, without allocation.
 
-    python -m benchmarks scale            print the tables, and put them into docs/scale.md
-    python -m benchmarks scale --check    say whether the document has them as they are
+    python -m benchmarks scale            print the tables and insert them into docs/scale.md
+    python -m benchmarks scale --check    check that the document is up to date
 
-The numbers of the architectures are those of the published models: Llama-3.2-1B from its config.json on the hub
+The sizes of the architectures are those of the published models: Llama-3.2-1B from its config.json on the hub
 (meta-llama/Llama-3.2-1B), Llama-2-7B from Touvron et al. 2023, "Llama 2: Open foundation and fine-tuned chat models",
 and its config.json, Llama-3-70B from Grattafiori et al. 2024, "The Llama 3 herd of models", table 3, SmolLM2-135M from
-its config.json (HuggingFaceTB/SmolLM2-135M). What was measured is read from the files in which it was written down.
+its config.json (HuggingFaceTB/SmolLM2-135M). Measured values are read from the files in which they were recorded.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""A sentence encoder learns three questions about texts, one after another: what is left of the first?
+"""A sentence encoder learns three classification tasks in sequence: how much of the first is retained?
 
-    python -m benchmarks sentences --model M --reviews R.csv         # every run that is not there yet
-    python -m benchmarks sentences --draw                            # the table, from what was kept
+    python -m benchmarks sentences --model M --reviews R.csv         # all runs that are still missing
+    python -m benchmarks sentences --draw                            # the table, from the stored results
 
-Is a long review (IMDB) a good one? Is a short one (Rotten Tomatoes)? Are the words of a text in their order? Each
-question has two outputs of its own, and the whole network but its embeddings trains, by AdamW: with nothing held, and
-with a memory at several strengths. A run is kept when it ends, so a command that was stopped goes on with the next one.
+Is a long review (IMDB) positive? Is a short one (Rotten Tomatoes)? Are the words of a text in their original order?
+Each task has two outputs of its own, and the whole network except its embeddings is trained, with AdamW: without
+protection, and with a memory at several strengths. Each run is recorded when it ends, so an interrupted command resumes
+with the next one.
 M is a folder or a name on the hub; R has the columns text, label and source ("imdb" or "rotten_tomatoes").
 """
 

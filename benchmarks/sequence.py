@@ -1,11 +1,11 @@
-"""What a whole sequence costs: permuted MNIST with a memory against the same tasks with plain SGD, one thread.
+"""Cost of a whole sequence: permuted MNIST with a memory, compared with plain SGD on the same tasks, one thread.
 
     python -m benchmarks sequence                 # 50 tasks, as shipped; about 12 minutes
     python -m benchmarks sequence --tasks 5
 
-Both runs go on in one process, a task of the one and a task of the other in turn, so that a machine that is slow for a
-while is slow for both. Plain SGD is counted with its training alone, the memory with curvature and evaluation too.
-The data come from the Hugging Face hub, or from where LIMPET_DATA points.
+Both run in one process and alternate after every task, so that a temporary slowdown of the machine affects both. For
+plain SGD only the training time counts, for the memory also curvature and evaluation.
+The data come from the Hugging Face hub, or from the folder in LIMPET_DATA.
 """
 
 from __future__ import annotations

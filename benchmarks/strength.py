@@ -1,16 +1,16 @@
-"""Which strength, without old data? What the curve says, and what the evidence of the new tasks says, beside a grid.
+"""Which strength, without old data? The loss curve and the marginal likelihood of new tasks, compared with a grid.
 
     python -m benchmarks strength                                  # permuted MNIST, 5 tasks, about 5 minutes
     python -m benchmarks strength --experiment disjoint-mnist      # about 3 minutes
-    python -m benchmarks strength --draw                           # the figure and the tables, from what was kept
+    python -m benchmarks strength --draw                           # figure and tables, from the stored results
 
-Every strength of a grid, and strength="auto", learns the sequence. For the grid the Laplace evidence of every task
-after the first is added up, under the memory of the tasks before it as its prior:
+The sequence is learned at every strength of a grid and with strength="auto". For the grid, the log marginal likelihoods
+(Laplace evidence) of all tasks after the first are added up, each with the memory of the previous tasks as its prior:
 
     log p(task | memory) = log p(task | w) - 1/2 (w - m)^T L (w - m) + 1/2 log det L - 1/2 log det (L + F)
 
-with L = prior + strength * sum of F_t. Neither it nor "auto" uses old data; the mean accuracy over all tasks does.
-The data come from the Hugging Face hub, or from where LIMPET_DATA points.
+with L = prior + strength * sum of F_t. Neither this nor "auto" uses old data; the mean accuracy over all tasks does.
+The data come from the Hugging Face hub, or from the folder in LIMPET_DATA.
 """
 
 from __future__ import annotations

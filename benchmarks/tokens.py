@@ -1,13 +1,13 @@
-"""How many tokens make the factors of a language model, and what does a protected step with adapters cost?
+"""How many tokens do the factors of a language model need, and what does a protected LoRA step cost?
 
     python -m benchmarks tokens --model M --text A.txt --memory memory.safetensors
-    python -m benchmarks tokens --draw                    # the figure and the numbers, from what was kept
+    python -m benchmarks tokens --draw                    # figure and numbers, from the stored results
 
-The error of a factor is the relative distance, in the Frobenius norm, between what N tokens give and what all others
-give: two samples that share no text. Layers of the first, the middle and the last block are looked at. A step is one
-of AdamW on rank-8 adapters of all linear layers, 4 sequences of 64 tokens; protected and plain steps take turns, and
-their medians are compared; with every=4 the gradient of the penalty is made anew every fourth step. The memory is one
-that benchmarks/language.py made of the same model.
+The error of a factor is the relative distance, in the Frobenius norm, between the factor from N tokens and the factor
+from all other tokens: two samples that share no text. The layers are those of the first, the middle and the last block.
+A step is a step of AdamW on rank-8 adapters of all linear layers, with 4 sequences of 64 tokens. Protected and plain
+steps alternate, and their medians are compared; with every=4 the gradient of the penalty is recomputed every fourth
+step. The memory is one that benchmarks/language.py built for the same model.
 """
 
 from __future__ import annotations
