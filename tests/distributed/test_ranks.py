@@ -23,6 +23,7 @@ from limpet import distributed
 from limpet.errors import MemoryFileError
 from limpet.planning.plan import plan
 
+pytestmark = pytest.mark.ranks
 SCRIPT = Path(__file__).parents[1].joinpath("many_ranks.py")
 
 
@@ -149,6 +150,7 @@ def test_a_pass_goes_on_after_a_kill_on_as_many_ranks_and_on_others(kind: str, t
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 def test_two_ranks_take_a_task_in_sooner_than_one() -> None:
     record = benchmark("ranks").measured_speed(rounds=3)
     assert record["error"] < 1e-5
@@ -157,6 +159,7 @@ def test_two_ranks_take_a_task_in_sooner_than_one() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 def test_no_rank_holds_the_memory_of_a_model_in_pieces(tmp_path: Path) -> None:
     def told(ranks: int) -> list[dict[str, Any]]:
         torchrun(ranks, "bytes", str(tmp_path))
@@ -178,6 +181,7 @@ def test_no_rank_holds_the_memory_of_a_model_in_pieces(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts pages as Linux does")
 def test_what_a_rank_keeps_and_sends_is_foreseen() -> None:
     """Resident memory, and bytes handed to collectives. Not in the first task, when libraries load what they need."""

@@ -379,7 +379,7 @@ def test_old_data_and_fresh_curvature_go_together() -> None:
     model, x, y = networks.build("linear")
     memory = limpet.OnlineLaplace(model)
     for wrong in (lambda: memory.forecast([(x, y)]), lambda: memory.forecast(curvature="fresh")):
-        with pytest.raises(LimpetError, match="old data"):
+        with pytest.raises(LimpetError, match="must be passed together"):
             wrong()
     with pytest.raises(ValueError, match="kept"):
         memory.forecast(curvature="new")

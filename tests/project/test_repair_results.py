@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conftest import benchmark
 
-PAGE = Path(__file__).parents[2] / "results" / "repair" / "README.md"
+README = Path(__file__).parents[2] / "README.md"
+PAGE = README.parent / "results" / "repair" / "README.md"
 
 
 def test_the_tables_are_those_of_the_records() -> None:
@@ -53,3 +57,22 @@ def test_an_encoder_has_its_old_task_back() -> None:
         if not default:
             pytest.skip("not all points are there yet")
         assert default[0]["old"][0] > tuned["old"][0] + 10
+
+
+def test_the_readme_has_the_means_of_the_records() -> None:
+    figures = benchmark("repair_figures")
+    language = [p for p in figures.points("language") if (p["kind"], p["source"], p["scale"]) == ("lora", "self", 1.0)]
+    sentences = [p for p in figures.points("sentences") if p["rate"] == "1e-4"]
+    rows = [line.split("|")[2:-1] for line in README.read_text().splitlines() if line.startswith("| ")]
+    shown = {tuple(cell.strip() for cell in cells) for cells in rows}
+
+    def means(points: list[Any], value: Callable[[Any], float], digits: int) -> tuple[str, ...]:
+        wanted = [("tuned", 0.0), ("repair", 1.0), ("repair", 0.3)]
+        found = [[value(p) for p in points if (p["what"], p["at"]) == one] for one in wanted]
+        return tuple(f"{statistics.mean(some):.{digits}f}" for some in found)
+
+    before = f"{statistics.mean(p['before'][0] for p in sentences if p['what'] == 'tuned'):.1f}"
+    assert ("0", *means(language, lambda p: p["drift"], 2)) in shown
+    assert ("4.39", *means(language, lambda p: p["new"], 2)) in shown
+    assert (before, *means(sentences, lambda p: p["old"][0], 1)) in shown
+    assert ("", *means(sentences, lambda p: p["new"][0], 1)) in shown
