@@ -446,7 +446,7 @@ def test_reading_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.M
     memory.consolidate([(torch.randn(8, 3), torch.randint(0, 2, (8,)))], progress=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save({"memory": memory}, checkpoint_id=tmp_path / "kept", no_dist=True)
+        dcp.save({"memory": memory}, checkpoint_id=tmp_path / "kept")
     assert limpet.load(tmp_path / "kept", model).tasks == 1
     index = tmp_path / "kept" / ".metadata"
     index.write_bytes(pickle.dumps(RunsCode()))

@@ -206,6 +206,7 @@ def test_closures(mode: str, keyword: bool) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_accelerate_wraps_an_optimizer_whose_hooks_it_does_not_run(mode: str) -> None:
+    pytest.importorskip("accelerate")
     from accelerate import Accelerator
 
     model, memory, x, y = problem()

@@ -6,6 +6,7 @@ unpickler that allows only the classes an index consists of, and entries are rea
 
 from __future__ import annotations
 
+import inspect
 import io
 import pickle
 import warnings
@@ -13,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from limpet.errors import MemoryFileError
+
+# Older versions of torch have no_dist= only in what `load` calls.
+_HAS_NO_DIST = "no_dist" in inspect.signature(state_dict_loader.load).parameters
+_load: Any = state_dict_loader.load if _HAS_NO_DIST else state_dict_loader._load_state_dict
 
 KNOWN = {
     "collections": {"OrderedDict"},
@@ -115,5 +120,5 @@ class Reader:
         state = {key: place}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch warns about loading in a single process
-            load(state, storage_reader=self._reader, planner=_PlainValues(flatten_state_dict=False), no_dist=True)
+            _load(state, storage_reader=self._reader, planner=_PlainValues(flatten_state_dict=False), no_dist=True)
         return state[key]
