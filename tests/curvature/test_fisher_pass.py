@@ -374,13 +374,13 @@ def test_gradient_checkpointing_gives_the_same() -> None:
 def test_sums_are_float32_or_better(dtype: torch.dtype, structure: str) -> None:
     model, x, y = build("linear")
     model = model.to(dtype)
-    batches = [(x.to(dtype), y)] * 1000  # in bfloat16 a sum stops growing after 256 equal terms
+    batches = [(x.to(dtype), y)] * 500  # in bfloat16 a sum stops growing after 256 equal terms
     many = measure(model, batches, CATEGORICAL, structure)
     one = measure(model, batches[:1], CATEGORICAL, structure)
     for name in one.terms:
         a, b = as_matrix(many.terms[name][0]), as_matrix(one.terms[name][0])
         assert a.dtype == torch.float32
-        close(a, 1000 * b, 1e-4)
+        close(a, 500 * b, 1e-4)
 
 
 def test_long_sides_keep_a_diagonal_factor() -> None:

@@ -90,7 +90,7 @@ def test_proximal_training_reaches_the_minimiser(structure: str, options: dict[s
     rate = 0.05 if not options.get("momentum") else 0.02
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, **options)
     with memory.protect(optimizer, examples=N, every=every, mode="proximal"):
-        train(model, optimizer, x, y, 3000)
+        train(model, optimizer, x, y, 1000)
     close(flat(model), target, 1e-4)
 
 
@@ -110,7 +110,7 @@ def test_gradient_training_reaches_the_minimiser_where_it_is_stable(structure: s
     target = minimiser(model, memory, x, y)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02 / every, momentum=0.9)
     with memory.protect(optimizer, examples=N, mode="gradient", every=every):
-        train(model, optimizer, x, y, 3000 * every)
+        train(model, optimizer, x, y, 1000 * every)
     close(flat(model), target, 1e-4)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,15 @@ class UnforeseenError(Exception):
 
     def __init__(self, blocks: set[str]) -> None:
         self.blocks = blocks
+
+
+class StepOptions(TypedDict, total=False):
+    """The keyword arguments of `BatchStep`, which passes hand on to it."""
+
+    fisher: str
+    draws: int
+    seed: int
+    forward: Forward | None
 
 
 class BatchStep:

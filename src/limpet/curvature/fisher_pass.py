@@ -10,21 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from limpet.curvature.batch_step import BatchStep, UnforeseenError
+from limpet.curvature.batch_step import BatchStep, StepOptions, UnforeseenError
 from limpet.curvature.ddp import read_on_all_ranks
 from limpet.curvature.progress import Progress
 from limpet.curvature.structure import Structure
 from limpet.distributed import Ranks, ReplicatedBatches, current
 from limpet.errors import CurvatureError, positive_whole
 from limpet.likelihoods import Likelihood
-from limpet.model.batch import FirstBatches, Forward, check_batches, needed_total, total_examples
+from limpet.model.batch import FirstBatches, check_batches, needed_total, total_examples
 from limpet.model.blocks import Block
 from limpet.model.context import eager, perturbed, plain_recurrence, preserve_state, trainable
 from limpet.precision import Term
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 NOTHING = -1
 """Number of a filler batch: the rank runs it only to take part in collectives, and it is not counted."""
@@ -87,11 +90,8 @@ class FisherPass(BatchStep):
         blocks: The blocks of parameters to measure.
         likelihood: The likelihood that defines the Fisher.
         structure: The structure of each block's Fisher.
-        fisher: "exact", "sampled", "empirical", or "auto" (exact up to 16 outputs, sampled otherwise).
-        draws: Number of label samples per example for fisher="sampled".
-        seed: Seed of these samples.
-        forward: A function (model, batch) -> (outputs, targets). None calls the model on the inputs of the batch.
         displacement: Displacement of the weights at which each batch is measured. None measures at the weights.
+        **options: `fisher`, `draws`, `seed` and `forward` of `BatchStep`.
     """
 
     in_step = False  # whether the ranks run a sharded model together, each with the sums of its own blocks only
@@ -103,18 +103,15 @@ class FisherPass(BatchStep):
         likelihood: Likelihood,
         structure: Structure,
         *,
-        fisher: str = "auto",
-        draws: int = 1,
-        seed: int = 0,
-        forward: Forward | None = None,
         displacement: Displacement | None = None,
+        **options: Unpack[StepOptions],
     ) -> None:
         self.displacement = displacement
         self.shared = False  # whether every rank is given all batches
         self.done: set[int] = set()  # batches included in the sums
         self.before: set[int] = set()  # batches included in any rank's sums on resume
         self.again: set[int] = set()  # those of `before` that this rank has to read again
-        super().__init__(model, blocks, likelihood, structure, fisher=fisher, draws=draws, seed=seed, forward=forward)
+        super().__init__(model, blocks, likelihood, structure, **options)
 
     def restart(self, direct: set[str]) -> None:
         """Reset all sums and start reading again."""

@@ -8,7 +8,7 @@ reduced to the block's owner immediately, so no rank ever holds more than the su
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,18 @@ from torch import Tensor, nn
 
 from limpet.curvature.accumulators import Accumulator
 from limpet.curvature.audit import gradients_at
+from limpet.curvature.batch_step import StepOptions
 from limpet.curvature.ddp import reduce_counts
 from limpet.curvature.fisher_pass import NOTHING, Displacement, FisherPass
 from limpet.curvature.structure import Structure
 from limpet.distributed import Ranks
 from limpet.errors import CurvatureError
 from limpet.likelihoods import Likelihood, as_tensors
-from limpet.model.batch import Forward, batch_size, call, part
+from limpet.model.batch import batch_size, call, part
 from limpet.model.blocks import Block
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ShardedPass(FisherPass):
@@ -36,11 +40,8 @@ class ShardedPass(FisherPass):
         structure: The structure of each block's Fisher.
         ranks: The process group.
         owners: The rank that owns the block of each parameter, by parameter name.
-        fisher: "exact", "sampled", "empirical", or "auto" (exact up to 16 outputs, sampled otherwise).
-        draws: Number of label samples per example for fisher="sampled".
-        seed: Seed of these samples.
-        forward: A function (model, batch) -> (outputs, targets). None calls the model on the inputs of the batch.
         displacement: Displacement of the weights at which each batch is measured. None measures at the weights.
+        **options: `fisher`, `draws`, `seed` and `forward` of `BatchStep`.
     """
 
     in_step = True
@@ -54,19 +55,13 @@ class ShardedPass(FisherPass):
         *,
         ranks: Ranks,
         owners: Mapping[str, int],
-        fisher: str = "auto",
-        draws: int = 1,
-        seed: int = 0,
-        forward: Forward | None = None,
         displacement: Displacement | None = None,
+        **options: Unpack[StepOptions],
     ) -> None:
         self.ranks, self.owners = ranks, owners
         self.idle = False  # whether this rank has run out of data
         self.rounds = 0  # batches that all ranks have run together
-        super().__init__(
-            model, blocks, likelihood, structure,
-            fisher=fisher, draws=draws, seed=seed, forward=forward, displacement=displacement,
-        )  # fmt: skip
+        super().__init__(model, blocks, likelihood, structure, displacement=displacement, **options)
 
     def owner(self, block: Block) -> int:
         """The rank that owns a block."""

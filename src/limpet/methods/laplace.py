@@ -34,6 +34,7 @@ from limpet.posterior.sharding import reject_sharded
 from limpet.precision import Precision
 
 if TYPE_CHECKING:
+    from limpet.curvature.batch_step import StepOptions
     from limpet.curvature.checkpoint import Checkpoint
     from limpet.forgetting.forecast import Forecast
     from limpet.forgetting.probe import Probe
@@ -265,19 +266,21 @@ class Laplace(Memory):
         return weight_perturbation(self.posterior, look, strength, self.smoothing, self.seed + self.tasks)
 
     def _pass(self, forward: Forward | None, displacement: Displacement | None) -> FisherPass:
-        blocks, sharding, seed = self._planned(), self.posterior.sharding, self.seed + self.tasks
+        blocks, sharding = self._planned(), self.posterior.sharding
         measured = self.model, blocks, self.likelihood, self.posterior.structure
+        options = self._step_options(forward)
         if sharding is None:
-            return FisherPass(
-                *measured, fisher=self.fisher, draws=self.draws, seed=seed, forward=forward, displacement=displacement
-            )
+            return FisherPass(*measured, displacement=displacement, **options)
         from limpet.curvature.fsdp import ShardedPass
 
         sharding.settle(blocks, self.posterior.structure)
         return ShardedPass(
-            *measured, ranks=sharding.ranks, owners=sharding.owners,
-            fisher=self.fisher, draws=self.draws, seed=seed, forward=forward, displacement=displacement,
-        )  # fmt: skip
+            *measured, ranks=sharding.ranks, owners=sharding.owners, displacement=displacement, **options
+        )
+
+    def _step_options(self, forward: Forward | None) -> StepOptions:
+        """Return the options of the next pass: the settings of this memory, with a seed of its own for every task."""
+        return {"fisher": self.fisher, "draws": self.draws, "seed": self.seed + self.tasks, "forward": forward}
 
     def _settle(self, fishers: list[Fisher], forward: Forward | None) -> None:
         """Update the memory with the measured Fishers, of which the last is that of the newest task."""

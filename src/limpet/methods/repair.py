@@ -219,10 +219,7 @@ def _new_fisher(
         blocks,
         fisher_likelihood(memory, likelihood),
         memory.posterior.structure,
-        fisher=memory.fisher,
-        draws=memory.draws,
-        seed=memory.seed + memory.tasks,
-        forward=forward,
+        **memory._step_options(forward),
     )
     return one_pass.run(batches, examples=examples, limit=limit, progress=progress)
 

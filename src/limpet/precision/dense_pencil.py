@@ -9,7 +9,7 @@ from torch import Tensor
 
 from limpet.precision.dense import Dense
 from limpet.precision.linalg import generalised_eigen, widened
-from limpet.precision.pencil import Damping, Pencil, damped, sum_of, truncated
+from limpet.precision.pencil import MovedBlock, Pencil, damped, sum_of, truncated
 from limpet.precision.terms import DenseTerm, Term
 
 
@@ -19,36 +19,22 @@ class DensePencil(Pencil):
     Args:
         old: Precision of the block. Only its Fisher is used.
         new: Fisher of the block on the new data.
-        parts: Tensors in the shape of the block that add up to the displacement D.
-        columns: Columns that may move.
-        linear_term: Linear term of the old penalty, if that is not centered at X = 0.
-        offset: Subtracted from the first part in `low_rank`.
-        damping: Damping of both curvatures. Defaults to `Damping()`.
+        moved: How training has moved the block.
     """
 
-    def __init__(
-        self,
-        old: Dense,
-        new: Sequence[Term],
-        parts: Sequence[Tensor],
-        *,
-        columns: slice,
-        linear_term: Tensor | None = None,
-        offset: Tensor | None = None,
-        damping: Damping | None = None,
-    ) -> None:
-        damping = damping or Damping()
-        self.like, self.shape = parts[0], parts[0].shape
-        self.offset = None if offset is None else widened(offset)
+    def __init__(self, old: Dense, new: Sequence[Term], moved: MovedBlock) -> None:
+        self.like, self.shape = moved.parts[0], moved.parts[0].shape
+        self.offset = None if moved.offset is None else widened(moved.offset)
         self.index = (
-            torch.arange(self.shape.numel(), device=self.like.device).reshape(self.shape)[..., columns].flatten()
+            torch.arange(self.shape.numel(), device=self.like.device).reshape(self.shape)[..., moved.columns].flatten()
         )
         n = torch.stack([widened(term.matrix) for term in new if isinstance(term, DenseTerm)]).sum(0)
         o = widened(old.fisher().matrix.plain)
         n, o = (matrix[self.index.unsqueeze(1), self.index] for matrix in (n, o))
-        self.vectors, dual, self.values = generalised_eigen(damped(n, damping.new), damped(o, damping.old))
-        self.coordinates = [dual.mT @ self._flat(part) for part in parts]
-        self.pull = None if linear_term is None else self.vectors.mT @ self._flat(linear_term) / len(parts)
+        self.vectors, dual, self.values = generalised_eigen(damped(n, moved.damping.new), damped(o, moved.damping.old))
+        self.coordinates = [dual.mT @ self._flat(part) for part in moved.parts]
+        linear_term = None if moved.linear_term is None else self._flat(moved.linear_term) / len(moved.parts)
+        self.pull = None if linear_term is None else self.vectors.mT @ linear_term
 
     def _flat(self, part: Tensor) -> Tensor:
         """Return the moved columns of a part as a vector, in float64."""

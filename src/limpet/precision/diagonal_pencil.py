@@ -9,7 +9,7 @@ from torch import Tensor
 
 from limpet.precision.diagonal import Diagonal
 from limpet.precision.linalg import widened
-from limpet.precision.pencil import SMALLEST, Damping, Pencil, sum_of, truncated
+from limpet.precision.pencil import MovedBlock, Pencil, damped, sum_of, truncated
 from limpet.precision.terms import DiagonalTerm, Term
 
 
@@ -19,34 +19,23 @@ class DiagonalPencil(Pencil):
     Args:
         old: Precision of the block. Only its Fisher is used.
         new: Fisher of the block on the new data.
-        parts: Tensors in the shape of the block that add up to the displacement D.
-        columns: Columns that may move.
-        linear_term: Linear term of the old penalty, if that is not centered at X = 0.
-        offset: Subtracted from the first part in `low_rank`.
-        damping: Damping of both curvatures. Defaults to `Damping()`.
+        moved: How training has moved the block.
     """
 
-    def __init__(
-        self,
-        old: Diagonal,
-        new: Sequence[Term],
-        parts: Sequence[Tensor],
-        *,
-        columns: slice,
-        linear_term: Tensor | None = None,
-        offset: Tensor | None = None,
-        damping: Damping | None = None,
-    ) -> None:
-        damping = damping or Damping()
-        self.like, self.parts = parts[0], [widened(part) for part in parts]
-        self.offset = None if offset is None else widened(offset)
+    def __init__(self, old: Diagonal, new: Sequence[Term], moved: MovedBlock) -> None:
+        self.like, self.parts = moved.parts[0], [widened(part) for part in moved.parts]
+        self.offset = None if moved.offset is None else widened(moved.offset)
         n = torch.stack([widened(term.diagonal) for term in new if isinstance(term, DiagonalTerm)]).sum(0)
         o = widened(old.fisher().values.plain)
-        self.new, self.old = n + damping.new * n.mean(), o + damping.old * o.mean()
+        self.new, self.old = (
+            damped(values.flatten(), amount, is_diagonal=True).reshape(values.shape)
+            for values, amount in ((n, moved.damping.new), (o, moved.damping.old))
+        )
         self.linear_term = None
-        if linear_term is not None:
+        if moved.linear_term is not None:
+            linear_term = widened(moved.linear_term)[..., moved.columns]
             self.linear_term = torch.zeros_like(self.parts[0])
-            self.linear_term[..., columns] = widened(linear_term)[..., columns] / len(parts)
+            self.linear_term[..., moved.columns] = linear_term / len(self.parts)
 
     def _solved(self, strength: float) -> list[Tensor]:
         """Return each part's share of X(strength), in float64."""
@@ -64,7 +53,7 @@ class DiagonalPencil(Pencil):
 
     def low_rank(self, strength: float, part: int, rank: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return a low-rank approximation of a part's share, in a separable metric close to both curvatures."""
-        metric = self.new / self.new.mean().clamp_min(SMALLEST) + self.old / self.old.mean().clamp_min(SMALLEST)
+        metric = self.new / self.new.mean() + self.old / self.old.mean()
         rows, columns = metric.mean(-1).sqrt(), (metric.mean(-2) / metric.mean()).sqrt()
         x = scale * self._solved(strength)[part] - (0 if part or self.offset is None else self.offset)
         left, right = truncated(rows.unsqueeze(-1) * x * columns, rank)

@@ -24,7 +24,7 @@ from limpet.precision.block_diagonal import joined, pieces
 from limpet.precision.kronecker import Kronecker, as_side, summed
 from limpet.precision.kronecker_sum import KroneckerSum
 from limpet.precision.linalg import conjugate_gradients, widened
-from limpet.precision.pencil import Damping, Pencil, sum_of, truncated
+from limpet.precision.pencil import MovedBlock, Pencil, sum_of, truncated
 from limpet.precision.side_basis import Factor, SideBasis
 from limpet.precision.terms import KroneckerTerm, Term
 
@@ -219,26 +219,12 @@ class KroneckerPencil(Pencil):
     Args:
         old: Precision of the block. Only its Fisher is used.
         new: Fisher of the block on the new data.
-        parts: Tensors in the shape of the block that add up to the displacement D.
-        columns: Columns that may move.
-        linear_term: Linear term of the old penalty, if that is not centered at X = 0.
-        offset: Subtracted from the first part in `low_rank`.
-        damping: Damping of both curvatures. Defaults to `Damping()`.
+        moved: How training has moved the block.
     """
 
-    def __init__(
-        self,
-        old: Kronecker | KroneckerSum,
-        new: Sequence[Term],
-        parts: Sequence[Tensor],
-        *,
-        columns: slice,
-        linear_term: Tensor | None = None,
-        offset: Tensor | None = None,
-        damping: Damping | None = None,
-    ) -> None:
-        damping = damping or Damping()
-        self.like, self.columns = parts[0], columns
+    def __init__(self, old: Kronecker | KroneckerSum, new: Sequence[Term], moved: MovedBlock) -> None:
+        columns, damping = moved.columns, moved.damping
+        self.like, self.columns = moved.parts[0], columns
         form = (old.eigenbasis if isinstance(old, KroneckerSum) else old).fisher()
         n = _added_up([Product.of(t, form, columns, damping.new) for t in new if isinstance(t, KroneckerTerm)])
         o = (
@@ -249,23 +235,23 @@ class KroneckerPencil(Pencil):
         outputs = SideBasis.of(n.nearest().outputs, o.nearest().outputs)
         inputs = SideBasis.of(n.nearest().inputs, o.nearest().inputs)
         self.exact = isinstance(n, Product) and isinstance(o, Product)
-        moved = [widened(part)[..., columns] for part in parts]
-        pull = None if linear_term is None else widened(linear_term)[..., columns] / len(parts)
+        parts = [widened(part)[..., columns] for part in moved.parts]
+        pull = None if moved.linear_term is None else widened(moved.linear_term)[..., columns] / len(parts)
         if self.exact:
             self.new_values: Tensor | None = None  # N is the identity in these bases
             self.old_values = (outputs.values.unsqueeze(-1) * inputs.values.unsqueeze(-2)).to(self.like)
-            self.coordinates = [outputs.into(inputs.into(d).mT).mT.to(self.like) for d in moved]
+            self.coordinates = [outputs.into(inputs.into(d).mT).mT.to(self.like) for d in parts]
             self.pull = None if pull is None else outputs.into_dual(inputs.into_dual(pull).mT).mT.to(self.like)
         else:
             self.new, self.old = n.to(self.like), o.to(self.like)
             self.new_values = n.diagonal_in(outputs, inputs).to(self.like)
             self.old_values = o.diagonal_in(outputs, inputs).to(self.like)
-            self.moved = [d.to(self.like) for d in moved]
+            self.moved = [d.to(self.like) for d in parts]
             self.targets = [self.new.apply(d) for d in self.moved]
             self.pull = None if pull is None else pull.to(self.like)
         self.offset = None
-        if offset is not None:
-            self.offset = outputs.into(inputs.into(widened(offset)[..., columns]).mT).mT
+        if moved.offset is not None:
+            self.offset = outputs.into(inputs.into(widened(moved.offset)[..., columns]).mT).mT
         self.outputs = outputs.stored(self.like, with_dual=not self.exact)
         self.inputs = inputs.stored(self.like, with_dual=not self.exact)
 

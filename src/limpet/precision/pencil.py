@@ -43,6 +43,25 @@ class Damping:
     new: float = 0.1
 
 
+@dataclass(frozen=True)
+class MovedBlock:
+    """How training has moved a block, and what its path depends on besides the two curvatures.
+
+    Args:
+        parts: Tensors in the shape of the block that add up to the displacement D.
+        columns: Columns that may move.
+        linear_term: Linear term of the old penalty, if that is not centered at X = 0.
+        offset: Subtracted from the first part in `Pencil.low_rank`.
+        damping: Damping of both curvatures.
+    """
+
+    parts: Sequence[Tensor]
+    columns: slice
+    linear_term: Tensor | None
+    offset: Tensor | None
+    damping: Damping
+
+
 class Pencil(ABC):
     """Path X(strength) of one block, for one or more displacements (`parts`) that add up to D.
 

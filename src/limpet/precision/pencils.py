@@ -12,7 +12,7 @@ from limpet.precision.dense_pencil import DensePencil
 from limpet.precision.diagonal import Diagonal
 from limpet.precision.diagonal_pencil import DiagonalPencil
 from limpet.precision.kronecker_pencil import KroneckerPencil
-from limpet.precision.pencil import Damping, Pencil
+from limpet.precision.pencil import Damping, MovedBlock, Pencil
 from limpet.precision.terms import Term
 
 
@@ -42,4 +42,4 @@ def pencil(
     """
     kinds: dict[type[Precision], Callable[..., Pencil]] = {Diagonal: DiagonalPencil, Dense: DensePencil}
     kind = kinds.get(type(old), KroneckerPencil)
-    return kind(old, new, parts, columns=columns, linear_term=linear_term, offset=offset, damping=damping)
+    return kind(old, new, MovedBlock(parts, columns, linear_term, offset, damping or Damping()))

@@ -1,1 +1,1 @@
-"""Protect a memory while an optimizer trains the model."""
+"""Protect what a memory has learned while an optimizer trains the model."""

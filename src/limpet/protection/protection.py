@@ -286,7 +286,7 @@ class Protection:
         if self.every == 1:
             yield from self._fresh_parts()
             return
-        state, parameters = self.state, self.posterior.parameters()
+        state, parameters = self.state, self._parameters
         names = {parameter: name for name, parameter in parameters.items()}
         if state.count % self.every == 0:
             state.control_variate = {}
@@ -302,7 +302,7 @@ class Protection:
         """Recompute the gradient of the penalty, except for blocks with a parameter in `without`."""
         if self._budget is None:
             reached = [one for one in self._reached if one.stepped and one.targets.isdisjoint(without)]
-            yield from self._gradients({one.block.name for one in reached})
+            yield from self._gradients(reached)
             return
         stepped = [bound for bound in self._bound if bound.stepped and bound.targets.isdisjoint(without)]
         measured = [bound.measured() for bound in stepped]
@@ -317,24 +317,22 @@ class Protection:
         for _, parts in measured:
             yield from parts(self.factor)
 
-    def _gradients(self, blocks: Collection[str]) -> Iterator[Part]:
+    def _gradients(self, reached: Sequence[SteppedBlock]) -> Iterator[Part]:
         """Yield the gradient of the penalty of these blocks, for every parameter that the optimizer steps."""
-        through_adapters = {bound.block.name: bound for bound in self._bound if bound.lora is not None}
-        for name in through_adapters.keys() & set(blocks):
-            yield from through_adapters[name].penalty_parts()
-        names = [
-            name
-            for one in self._reached
-            if one.block.name in blocks and one.block.name not in through_adapters
-            for name in one.block.parameters
-        ]
-        if not names:
+        plain = []
+        for one in reached:
+            if isinstance(one, BoundBlock) and one.lora is not None:
+                yield from one.penalty_parts()
+            else:
+                plain.append(one.block)
+        if not plain:
             return
+        blocks, names = {block.name for block in plain}, [name for block in plain for name in block.parameters]
         whole = self._exchange.bring({name: self._parameters[name] for name in names})
         found = (
             (name, (part,))
             for bound in self._bound
-            if bound.block.name in blocks and bound.lora is None
+            if bound.block.name in blocks
             for name, part in bound.block.scatter(bound.gradient(bound.held.displacement(whole))).items()
         )
         for name, (part,) in self._exchange.give(found, names, 1):
