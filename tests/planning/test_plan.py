@@ -154,6 +154,7 @@ WIDE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "structure", "auto"),
     [(name, structure, False) for name in WIDE if name != "small" for structure in ("diagonal", "kronecker")]
@@ -290,7 +291,7 @@ def test_the_operations_of_a_growing_sum(name: str) -> None:
         assert steps == int(steps) and 0 <= steps < 10
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("tasks", "max_factor_size"), [(1, 16), (2, 16), (2, 4096)])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_the_operations_of_adapters(structure: str, tasks: int, max_factor_size: int, bias: bool) -> None:
