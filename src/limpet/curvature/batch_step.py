@@ -14,9 +14,10 @@ from limpet.curvature.audit import gradients_at, not_by_example, unseen
 from limpet.curvature.hooks import Recorder
 from limpet.curvature.shared_inputs import find_same_inputs
 from limpet.curvature.structure import Structure
+from limpet.distributed import rank_and_size
 from limpet.errors import CurvatureError, UnsupportedError
 from limpet.likelihoods import Likelihood, as_tensors
-from limpet.likelihoods.random import PerExampleRNG, Random
+from limpet.likelihoods.random import Occurrences, PerExampleRNG, Random
 from limpet.model.batch import Forward, batch_size, call, part, prepared, without_padding
 from limpet.model.blocks import Block
 from limpet.model.names import named_parameters
@@ -99,6 +100,7 @@ class BatchStep:
         self.seen = 0  # examples, or predicted positions, counted by the likelihood
         self.real: Tensor | None = None  # mask of the positions of a batch that are not padding
         self.rows = 0  # examples, counted by the first dimension of the outputs
+        self.occurrences = Occurrences(rank_and_size()[0])
 
     def _make_direct(self, names: set[str]) -> None:
         self.blocks = [
@@ -282,12 +284,11 @@ class BatchStep:
                     yield tuple(tensor * self.draws**-0.5 for tensor in as_tensors(root))
 
     def _random(self, batch: Any, count: int) -> Random:
-        """Random numbers that depend only on the example, if the batch can be split into examples."""
+        """Random numbers that depend only on the example and its occurrence, if the batch consists of examples."""
         if not self.likelihood.by_example or batch_size(batch) != count:
             return self.generator
-        return PerExampleRNG.of(
-            [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()], self.seed
-        )
+        leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+        return PerExampleRNG.of(leaves, self.seed, self.occurrences)
 
     def _accumulate_direct(
         self,

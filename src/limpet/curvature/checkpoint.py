@@ -22,7 +22,7 @@ from torch import Tensor
 
 from limpet.curvature.batch_step import block_of
 from limpet.curvature.fisher_pass import FisherPass
-from limpet.distributed import Ranks, current
+from limpet.distributed import Ranks, current, rank_and_size
 from limpet.errors import CurvatureError, MemoryFileError
 from limpet.io import tensor_file
 from limpet.model.fingerprint import fingerprint_of_weights
@@ -104,8 +104,8 @@ class Checkpoint:
         self._leave_only(1 if ranks is None else ranks.size, ranks)
 
     def _write(self, one_pass: FisherPass, ranks: Ranks | None) -> None:
-        rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-        tensors = {**one_pass.named_sums(), "tally": one_pass.tally}
+        rank, size = rank_and_size()
+        tensors = {**one_pass.named_sums(), "tally": one_pass.tally, "occurrences": one_pass.occurrences.tensors()}
         if one_pass.generator is not None:
             tensors["generator"] = one_pass.generator.get_state()
         tensors["done"] = torch.tensor(sorted(one_pass.done), dtype=torch.int64)
@@ -204,7 +204,7 @@ class Checkpoint:
             )
 
     def _restore(self, one_pass: FisherPass, read: list[tuple[dict[str, Any], Any]], ranks: Ranks | None) -> None:
-        rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        rank, size = rank_and_size()
         direct = [described["direct"] for described, _ in read]
         if any(names != direct[0] for names in direct):
             return  # the ranks had not yet agreed which blocks to measure per sample, so they would have restarted
@@ -228,6 +228,8 @@ class Checkpoint:
         one_pass.rows += int(described["rows"])
         one_pass.done |= set(tensors["done"].tolist())
         one_pass.tally = one_pass.tally + tensors["tally"]
+        if "occurrences" in tensors:  # files of earlier versions have none
+            one_pass.occurrences.add(tensors["occurrences"])
         if "generator" in tensors:
             one_pass.generator = torch.Generator(next(iter(one_pass.parameters.values())).device)
             one_pass.generator.set_state(tensors["generator"])

@@ -18,7 +18,7 @@ from limpet.curvature.batch_step import BatchStep, StepOptions, UnforeseenError
 from limpet.curvature.ddp import read_on_all_ranks
 from limpet.curvature.progress import Progress
 from limpet.curvature.structure import Structure
-from limpet.distributed import Ranks, ReplicatedBatches, current
+from limpet.distributed import Ranks, ReplicatedBatches, current, rank_and_size
 from limpet.errors import CurvatureError, positive_whole
 from limpet.likelihoods import Likelihood
 from limpet.model.batch import FirstBatches, check_batches, needed_total, total_examples
@@ -215,7 +215,7 @@ class FisherPass(BatchStep):
 
     def _wanted(self, batches: Iterable[Any], limit: int | None) -> Iterator[tuple[int, Any]]:
         """The batches that this rank still has to read, with their numbers."""
-        rank, size = _rank_and_size() if self.shared else (0, 1)
+        rank, size = rank_and_size() if self.shared else (0, 1)
         turn = 0
         for number, batch in enumerate(batches):
             if number % size == rank:
@@ -232,7 +232,7 @@ class FisherPass(BatchStep):
         """Displacement at which a batch is measured; batches of different ranks get different displacements."""
         if self.displacement is None:
             return {}
-        rank, size = (0, 1) if self.shared else _rank_and_size()
+        rank, size = (0, 1) if self.shared else rank_and_size()
         return self.displacement(number * size + rank)
 
     def _result(self, examples: int | None, total: int | None) -> Fisher:
@@ -258,9 +258,3 @@ class FisherPass(BatchStep):
             self.roots,
             loss_scale=self.likelihood.fisher_scale(self.tally, empirical=False),
         )
-
-
-def _rank_and_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks."""
-    ranks = current()
-    return (0, 1) if ranks is None else (ranks.rank, ranks.size)

@@ -12,7 +12,7 @@ Afterwards, every rank has the memory of all the data. A single process needs no
 
 from limpet.distributed.assignment import share
 from limpet.distributed.dtensor import Exchange, is_sharded, local, shard_like
-from limpet.distributed.process_group import Ranks, alone, current, launched
+from limpet.distributed.process_group import Ranks, alone, current, launched, rank_and_size
 from limpet.distributed.replicated_batches import ReplicatedBatches
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "is_sharded",
     "launched",
     "local",
+    "rank_and_size",
     "shard_like",
     "share",
 ]

@@ -125,14 +125,20 @@ def current() -> Ranks | None:
     return Ranks(dist.get_rank(), dist.get_world_size())
 
 
+def rank_and_size() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks; (0, 1) in a single process and inside `alone`."""
+    ranks = current()
+    return (0, 1) if ranks is None else (ranks.rank, ranks.size)
+
+
 @contextmanager
 def alone() -> Iterator[None]:
     """Compute on this rank only: inside the body, no collectives are called and the other ranks need not take part.
 
     Examples:
-        >>> from limpet import parallel
-        >>> with parallel.alone():
-        ...     parallel.current() is None
+        >>> from limpet import distributed
+        >>> with distributed.alone():
+        ...     distributed.current() is None
         True
     """
     token = _alone.set(True)

@@ -1,6 +1,7 @@
 """Random numbers that depend only on a seed and on the example they are drawn for.
 
-The label drawn for an example is therefore the same in every batch, order and process.
+The label drawn for an example is therefore the same in every batch, order and process. Equal examples are told apart by
+their occurrence: the first, second, ... one in a pass have independent draws.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ class PerExampleRNG:
         self._drawn = 0
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], seed: int) -> PerExampleRNG:
+    def of(cls, tensors: Sequence[Tensor], seed: int, occurrences: Occurrences | None = None) -> PerExampleRNG:
         """Create streams for the examples given by the rows of some tensors.
 
         Args:
             tensors: Tensors whose first dimension is the examples; together they identify an example.
             seed: Seed common to all examples.
+            occurrences: How often each example has been drawn for so far; updated. None treats every example as new.
 
         Returns:
             The streams, in the order of the rows.
@@ -39,7 +41,8 @@ class PerExampleRNG:
         seeds = torch.full((len(tensors[0]),), seed, dtype=torch.int64, device=tensors[0].device)
         for tensor in tensors:
             seeds = _mixed(seeds) + _digest(tensor).to(seeds.device)
-        return cls(_mixed(seeds))
+        seeds = _mixed(seeds)
+        return cls(seeds if occurrences is None else occurrences.told_apart(seeds))
 
     def uniform(self, shape: torch.Size) -> Tensor:
         """Draw uniform numbers in (0, 1); the first dimension of the shape is the examples."""
@@ -48,6 +51,48 @@ class PerExampleRNG:
         self._drawn += size
         bits = (_mixed(self.seeds.unsqueeze(-1) + _mixed(positions)) >> (63 - BITS)) & ((1 << BITS) - 1)
         return ((bits.double() if bits.device.type == "cpu" else bits.float()) + 0.5).div(1 << BITS).reshape(shape)
+
+
+class Occurrences:
+    """Counts how often each example has occurred in a pass, so that equal examples get independent draws.
+
+    A repeated example is told apart by the number of its occurrence and by `rank`; a first occurrence only by itself.
+
+    Args:
+        rank: Rank of this process, whose repeated examples are others than those of the other ranks.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self._count: dict[int, int] = {}
+
+    def told_apart(self, seeds: Tensor) -> Tensor:
+        """Count examples, and return a seed for every one that differs between equal examples.
+
+        Args:
+            seeds: Seeds of shape (examples,), equal for equal examples.
+
+        Returns:
+            The seeds, changed for examples that have occurred before.
+        """
+        numbers = []
+        for seed in seeds.tolist():
+            number = self._count.get(seed, 0)
+            self._count[seed] = number + 1
+            numbers.append(number)
+        if not any(numbers):
+            return seeds
+        repeats = torch.tensor(numbers, device=seeds.device)
+        return torch.where(repeats > 0, _mixed(seeds + _mixed(repeats + (self.rank << 40))), seeds)
+
+    def tensors(self) -> Tensor:
+        """Return the counts as a matrix with a row (seed, count) for every example."""
+        return torch.tensor(list(self._count.items()), dtype=torch.int64).reshape(-1, 2)
+
+    def add(self, counts: Tensor) -> None:
+        """Add counts returned by `tensors`."""
+        for seed, count in counts.tolist():
+            self._count[seed] = self._count.get(seed, 0) + count
 
 
 Random = torch.Generator | PerExampleRNG | None
