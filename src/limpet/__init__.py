@@ -21,7 +21,7 @@ from limpet.errors import (
     NotProtectedWarning,
     UnsupportedError,
 )
-from limpet.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, MultiOutput
+from limpet.likelihoods import Bernoulli, Categorical, Count, Gaussian, Likelihood, MultiOutput
 from limpet.methods import ApproximateLaplace, Memory, OnlineLaplace, PerTaskLaplace, SynapticIntelligence
 from limpet.methods.load import load
 from limpet.version import __version__
@@ -30,6 +30,7 @@ __all__ = [
     "ApproximateLaplace",
     "Bernoulli",
     "Categorical",
+    "Count",
     "CurvatureError",
     "FallbackWarning",
     "Gaussian",

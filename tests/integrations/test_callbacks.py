@@ -143,16 +143,6 @@ def test_several_optimizers_are_refused_with_a_word(tmp_path: Path) -> None:
         MemoryCallback(memory).on_train_start(Trainer(), None)  # type: ignore[arg-type]
 
 
-def test_the_tokens_that_are_predicted_are_counted() -> None:
-    from limpet.integrations.transformers import _next_tokens
-
-    assert _next_tokens({"input_ids": [5, 6, 7]}) == 2
-    assert _next_tokens({"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}) == 1
-    assert _next_tokens({"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}) == 2
-    with pytest.raises(LimpetError, match="examples=N"):
-        _next_tokens({"text": "a word"})
-
-
 def test_every_training_has_its_own_number_of_examples(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
     from limpet.integrations.lightning import MemoryCallback

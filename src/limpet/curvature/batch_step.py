@@ -15,8 +15,9 @@ from limpet.curvature.hooks import Recorder
 from limpet.curvature.shared_inputs import find_same_inputs
 from limpet.curvature.structure import Structure
 from limpet.distributed import rank_and_size
-from limpet.errors import CurvatureError, UnsupportedError
+from limpet.errors import CurvatureError, LimpetWarning, UnsupportedError, warn
 from limpet.likelihoods import Likelihood, as_tensors
+from limpet.likelihoods.base import TALLY
 from limpet.likelihoods.random import Occurrences, PerExampleRNG, Random
 from limpet.model.batch import Forward, batch_size, call, part, prepared, without_padding
 from limpet.model.blocks import Block
@@ -82,6 +83,7 @@ class BatchStep:
         self.draws = draws
         self.seed = seed
         self.forward = forward
+        self.joined = 1  # rows of the data set that a collator may have joined to one row (packing without padding)
         self.parameters = named_parameters(model)
         self.live = UnshardedParameters(model)
         self.recorder = Recorder()
@@ -93,13 +95,13 @@ class BatchStep:
         self.sums: dict[str, Accumulator] = {}
         self.begun = False  # the sums are allocated
         self.generator: torch.Generator | None = None
-        self.tally = torch.zeros(2, dtype=torch.float64)
+        self.tally = torch.zeros(TALLY, dtype=torch.float64)
         self.used: set[str] = set()  # parameters that had a gradient
         self.audited: set[Any] = set()  # call patterns that passed the audit
         self.roots = 0  # backward passes per batch
         self.seen = 0  # examples, or predicted positions, counted by the likelihood
         self.real: Tensor | None = None  # mask of the positions of a batch that are not padding
-        self.rows = 0  # examples, counted by the first dimension of the outputs
+        self.rows = 0  # rows of the batches
         self.occurrences = Occurrences(rank_and_size()[0])
 
     def _make_direct(self, names: set[str]) -> None:
@@ -137,18 +139,20 @@ class BatchStep:
             self._examine(batch, tensors)
             self._accumulate(batch, outputs, targets, tensors)
         self.recorder.clear()
-        self._count(outputs, targets)
+        self._count(batch, outputs, targets)
 
     def _reject_nonfinite(self, outputs: tuple[Tensor, ...]) -> None:
         if not all(bool(torch.isfinite(tensor).all()) for tensor in outputs):
             raise CurvatureError("the model's outputs contain inf or nan: check the data and the weights")
 
-    def _count(self, outputs: Any, targets: Any) -> None:
+    def _count(self, batch: Any, outputs: Any, targets: Any) -> None:
         """Update the counters after a batch has been added."""
         with torch.no_grad():
             self.tally += self.likelihood.tally(outputs, targets)
         self.seen += self.likelihood.count(outputs, targets)
-        self.rows += as_tensors(outputs)[0].shape[0]
+        # `forward` may make another number of output rows of a batch, such as one for each position
+        rows = batch_size(batch) or as_tensors(outputs)[0].shape[0]
+        self.rows += self.joined if rows == 1 else rows
 
     def _positions(self, batch: Any, size: int) -> float:
         """Number of counted units per example of the batch: 1, or its predicted positions."""
@@ -160,6 +164,8 @@ class BatchStep:
 
     def _begin(self, outputs: Any, tensors: tuple[Tensor, ...]) -> None:
         """Initialize what depends on the outputs: the kind of Fisher and the random generator."""
+        if (advice := self.likelihood.advice(outputs)) is not None:
+            warn(advice, LimpetWarning)
         self.fisher = _resolve(self.fisher, self.likelihood, outputs)
         self.generator = torch.Generator(tensors[0].device).manual_seed(self.seed)
         if not any(tensor.requires_grad for tensor in tensors):

@@ -20,7 +20,7 @@ from limpet.curvature.progress import Progress
 from limpet.curvature.structure import Structure
 from limpet.distributed import Ranks, ReplicatedBatches, current, rank_and_size
 from limpet.errors import CurvatureError, positive_whole
-from limpet.likelihoods import Likelihood
+from limpet.likelihoods import Count, Likelihood
 from limpet.model.batch import FirstBatches, check_batches, needed_total, total_examples
 from limpet.model.blocks import Block
 from limpet.model.context import eager, perturbed, plain_recurrence, preserve_state, trainable
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 NOTHING = -1
 """Number of a filler batch: the rank runs it only to take part in collectives, and it is not counted."""
+
+TOLERANCE = 1.1
+"""Factor by which the batches may contain more examples than stated, for padded shards and random masks."""
 
 Displacement = Callable[[int], Mapping[str, Tensor]]
 """Maps a batch number to the displacement, by parameter, that is added to the weights for that batch."""
@@ -56,11 +59,12 @@ class Fisher:
     Args:
         blocks: The blocks as they were measured, which may be more finely split than those requested.
         terms: The terms of the Fisher of each block, by block name.
-        examples: Number of examples (or predicted positions) N of the task that the Fisher is scaled to.
+        examples: Number of examples (or predicted positions) N of the task that the Fisher is scaled to, with its
+            rows.
         seen: Number of examples (or predicted positions) that were read.
         kind: The kind of Fisher: "exact", "sampled" or "empirical".
         unused: Names of the parameters that had no gradient.
-        rows: Number of examples that were read, counted by the first dimension of the outputs.
+        rows: Number of rows that were read.
         first: The first batches that were read.
         roots: Number of backward passes per batch.
         loss_scale: Factor that converts the likelihood's negative log likelihood to nats.
@@ -68,7 +72,7 @@ class Fisher:
 
     blocks: list[Block]
     terms: dict[str, list[Term]]
-    examples: int
+    examples: Count
     seen: int
     kind: str
     unused: frozenset[str]
@@ -158,6 +162,7 @@ class FisherPass(BatchStep):
         batches = batches.batches if isinstance(batches, ReplicatedBatches) else batches
         check_batches(batches)
         total = needed_total(batches, examples, limit)
+        self.joined = getattr(batches, "batch_size", None) or 1
         if checkpoint is not None:
             checkpoint.resume(self)
         ranks = current()
@@ -235,10 +240,36 @@ class FisherPass(BatchStep):
         rank, size = (0, 1) if self.shared else rank_and_size()
         return self.displacement(number * size + rank)
 
-    def _result(self, examples: int | None, total: int | None) -> Fisher:
+    def _total(self, examples: int | None, total: int | None) -> Count:
+        """Return N, after checking a stated N against what was read.
+
+        Args:
+            examples: N as the caller states it, or None.
+            total: Number of rows of all batches if only some were read, or None.
+
+        Returns:
+            N with its rows.
+
+        Raises:
+            CurvatureError: If the batches contain more than the stated N.
+        """
+        seen = Count(self.seen, self.rows)
+        known = seen if total is None else seen.scaled(max(total, self.rows))
+        if isinstance(examples, Count):  # counted on the data: only what was read can contradict it
+            known = seen
         if examples is None:
-            examples = self.seen if total is None else round(self.seen * max(total / self.rows, 1))
-        scale = examples / self.seen
+            return known
+        if examples * TOLERANCE < known:
+            raise CurvatureError(
+                f"examples={int(examples):,} contradicts the batches, which contain {known}: N is counted in the unit "
+                "that the mean loss averages over, and in a single pass over the data; omit examples=, or pass "
+                "examples=memory.count(batches)"
+            )
+        return Count(examples, round(examples * self.rows / self.seen))
+
+    def _result(self, examples: int | None, total: int | None) -> Fisher:
+        count = self._total(examples, total)
+        scale = count / self.seen
         scale *= self.likelihood.fisher_scale(self.tally, empirical=self.fisher == "empirical")
         terms = {}
         for name in list(self.sums):  # pop one at a time, to free a block's sums before the next terms are allocated
@@ -249,7 +280,7 @@ class FisherPass(BatchStep):
         return Fisher(
             self.blocks,
             terms,
-            examples,
+            count,
             self.seen,
             self.fisher,
             frozenset(unused),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from limpet.errors import UnsupportedError
 from limpet.likelihoods import Likelihood
+from limpet.likelihoods.base import TALLY
 from limpet.model import Forward, call, named_parameters, prepared, preserve_state
 from limpet.model.adapters import adapter_parameters
 from limpet.model.batch import is_causal, target_key
@@ -70,7 +71,7 @@ class Probe:
         """
         device = next(model.parameters()).device
         generator = torch.Generator().manual_seed(seed)
-        kept, summaries, tally = [], [], torch.zeros(2, dtype=torch.float64)
+        kept, summaries, tally = [], [], torch.zeros(TALLY, dtype=torch.float64)
         with preserve_state(model), torch.no_grad():
             for batch in batches:
                 given = prepared(batch, device)

@@ -25,7 +25,8 @@ class MemoryCallback(Callback):
 
     Args:
         memory: A memory of the LightningModule or of a network inside it.
-        examples: The number of examples of the new task. Defaults to the length of the training set.
+        examples: The number of examples of the new task; if the model predicts at every position, the number of
+            positions predicted in one epoch. By default, `memory.count` counts it from the training data.
         budget: As in `memory.protect`.
         mode: As in `memory.protect`.
         every: As in `memory.protect`.
@@ -33,7 +34,7 @@ class MemoryCallback(Callback):
         consolidate: Whether to consolidate the task at the end of training, from the training dataloader.
         limit: The maximum number of examples used to estimate curvature in consolidation. Defaults to all.
         forward: A function `forward(model, batch)` that returns (outputs, targets), for batches that are not pairs or
-            dictionaries. Used only in consolidation.
+            dictionaries. Used only to count examples and in consolidation.
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class MemoryCallback(Callback):
                 "include it: call memory.save(path) on every rank",
                 NotProtectedWarning,
             )
-        examples = _length(trainer.train_dataloader) if self.examples is None else self.examples
+        examples = self.examples
+        if examples is None:
+            examples = self.memory.count(trainer.train_dataloader, forward=self.forward)  # type: ignore[arg-type]
         options = {"mode": self.mode, "every": self.every, "budget": self.budget}
         self._session = TrainingSession(self.memory, trainer.optimizers[0], examples=examples, **options)
 
@@ -104,10 +107,3 @@ class MemoryCallback(Callback):
         """Restore the memory from a checkpoint."""
         if not self.memory.sharded:
             self.memory.load_state_dict({"metadata": state_dict["metadata"], "tensors": state_dict["tensors"]})
-
-
-def _length(loader: Any) -> int:
-    dataset = getattr(loader, "dataset", None)
-    if dataset is None or not hasattr(dataset, "__len__"):
-        raise LimpetError("the training set has no length: pass MemoryCallback(..., examples=N)")
-    return len(dataset)

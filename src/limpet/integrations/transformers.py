@@ -23,10 +23,7 @@ from limpet.io.hub import FILE
 from limpet.methods import Memory, state_dict
 from limpet.methods.load import load
 from limpet.methods.repair import repair
-from limpet.model import unwrapped
-from limpet.model.batch import is_causal
 
-IGNORED = -100
 MEASURED = 10_000
 """Default number of examples (or tokens) from which a repair estimates the curvature."""
 
@@ -43,8 +40,8 @@ class MemoryCallback(TrainerCallback):
 
     Args:
         memory: A memory, or the path of a memory file.
-        examples: The number of examples of the new task; for a causal language model, the number of tokens predicted in
-            one epoch. By default, it is counted from the dataset.
+        examples: The number of examples of the new task; if the model predicts at every position, the number of
+            positions predicted in one epoch. By default, `memory.count` counts it from the training data.
         budget: As in `memory.protect`.
         mode: As in `memory.protect`.
         every: As in `memory.protect`.
@@ -109,7 +106,7 @@ class MemoryCallback(TrainerCallback):
         kept = _checkpoint(args, state) / FILE
         if state.global_step and kept.exists():
             self.memory.load_state_dict(state_dict.read(kept))
-        self._count = predicted(model, kwargs["train_dataloader"]) if self.examples is None else self.examples
+        self._count = self.memory.count(kwargs["train_dataloader"]) if self.examples is None else self.examples
         self._training = True
         if self.protect:
             options = {"mode": self.mode, "every": self.every, "budget": self.budget}
@@ -196,34 +193,3 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 
 def _folder(args: TrainingArguments) -> Path:
     return Path(args.output_dir or "trainer_output")
-
-
-def predicted(model: nn.Module, loader: Any) -> int:
-    """Count the examples of a dataset, or the tokens that a causal language model predicts in one epoch of it.
-
-    Args:
-        model: The model.
-        loader: The dataloader of the dataset.
-
-    Returns:
-        The number of examples, or the number of tokens (at least 1).
-
-    Raises:
-        LimpetError: If the dataset has no length, or its rows have no `input_ids`.
-    """
-    data = loader.dataset
-    if not hasattr(data, "__len__"):
-        raise LimpetError("the dataset has no length: pass MemoryCallback(..., examples=N)")
-    if not is_causal(unwrapped(model)):
-        return len(data)
-    return max(sum(_next_tokens(data[i]) for i in range(len(data))), 1)
-
-
-def _next_tokens(row: Any) -> int:
-    """The number of tokens of a row that are predicted: all but the first and the masked ones."""
-    for name in ("labels", "completion_mask", "assistant_masks"):
-        if row.get(name) is not None:
-            return sum(int(value != IGNORED if name == "labels" else value) for value in row[name][1:])
-    if "input_ids" not in row:
-        raise LimpetError("cannot count tokens in rows without input_ids: pass MemoryCallback(..., examples=N)")
-    return len(row["input_ids"]) - 1

@@ -30,6 +30,7 @@ from typing import Any
 from limpet.errors import MemoryFileError
 from limpet.likelihoods.base import Likelihood, Outputs, as_tensors
 from limpet.likelihoods.categorical import Categorical
+from limpet.likelihoods.count import Count
 from limpet.likelihoods.elementwise import Bernoulli, Gaussian
 from limpet.likelihoods.multi_output import MultiOutput
 
@@ -87,6 +88,7 @@ def from_description(description: Mapping[str, Any]) -> Likelihood:
 __all__ = [
     "Bernoulli",
     "Categorical",
+    "Count",
     "Gaussian",
     "Likelihood",
     "MultiOutput",

@@ -15,6 +15,9 @@ from limpet.likelihoods.random import Random
 Outputs = Any
 """A tensor whose first dimension is the examples, or a tuple of such tensors for models with several outputs."""
 
+TALLY = 3
+"""Number of statistics of a batch that `Likelihood.tally` returns."""
+
 
 class Likelihood(ABC):
     """Base class of all likelihoods.
@@ -81,6 +84,28 @@ class Likelihood(ABC):
         """
         return int(as_tensors(outputs)[0].shape[0])
 
+    def count_targets(self, targets: Any) -> int | None:
+        """Count as `count` does, from the targets alone.
+
+        Args:
+            targets: Targets in the form this likelihood expects.
+
+        Returns:
+            The number of terms that `loss` averages over, or None if it is not known without the outputs.
+        """
+        return None
+
+    def advice(self, outputs: Outputs) -> str | None:
+        """Return a warning if the usual training loss of such outputs is likely to be a multiple of this likelihood's.
+
+        Args:
+            outputs: Outputs of the model.
+
+        Returns:
+            The text of the warning, or None.
+        """
+        return None
+
     def root_count(self, outputs: Outputs) -> int | None:
         """Return the number of square roots `roots` yields.
 
@@ -144,9 +169,9 @@ class Likelihood(ABC):
             targets: Targets in the form this likelihood expects.
 
         Returns:
-            Two float64 numbers that are summed over the batches; zeros if nothing is estimated.
+            `TALLY` float64 numbers that are summed over the batches; zeros if nothing is estimated.
         """
-        return torch.zeros(2, dtype=torch.float64)
+        return torch.zeros(TALLY, dtype=torch.float64)
 
     def fisher_scale(self, tally: Tensor, *, empirical: bool) -> float:
         """Return the factor that the accumulated Fisher is multiplied by at the end of the pass.

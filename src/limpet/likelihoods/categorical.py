@@ -101,6 +101,12 @@ class Categorical(Likelihood):
             return logits[..., 0].numel()
         return int((labels != self.ignore_index).sum())
 
+    def count_targets(self, targets: Any) -> int | None:
+        """Count the class indices that are not ignored."""
+        if not isinstance(targets, Tensor) or targets.is_floating_point():
+            return None
+        return int((targets != self.ignore_index).sum())
+
     def label_counts(self, outputs: Outputs, targets: Any) -> Tensor:
         """Count how often each class occurs among the targets."""
         classes = self._logits(outputs).shape[-1]

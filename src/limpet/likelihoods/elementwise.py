@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +14,73 @@ from limpet.errors import UnsupportedError
 from limpet.likelihoods.base import Likelihood, Outputs, one_tensor, widened
 from limpet.likelihoods.random import Random, normal, uniform
 
+REDUCTIONS = ("sum", "mean")
 
-class Bernoulli(Likelihood):
+
+class Elementwise(Likelihood):
+    """A likelihood of independent outputs, of shape (examples, ...).
+
+    The negative log likelihood of an example is the sum over its D outputs. The default losses of torch are means over
+    examples and outputs instead: D times smaller. `reduction="mean"` divides loss, Fisher, forecasts and drift by D.
+
+    Args:
+        reduction: "sum" or "mean" over the outputs of an example. None is "sum", with a warning if D > 1.
+
+    Raises:
+        ValueError: If the reduction is unknown.
+    """
+
+    by_example = True
+    torch_loss: ClassVar[str]
+    """The loss of torch whose default reduction is a mean over examples and outputs."""
+
+    def __init__(self, *, reduction: str | None = None) -> None:
+        if reduction is not None and reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
+        self.reduction = reduction
+
+    def describe(self) -> dict[str, Any]:
+        """Return the name and the options as plain JSON values."""
+        return {"name": self.name} | ({} if self.reduction is None else {"reduction": self.reduction})
+
+    def loss(self, outputs: Outputs, targets: Any) -> Tensor:
+        """Compute the mean negative log likelihood per example, reduced over the outputs as `reduction` says."""
+        value = super().loss(outputs, targets)
+        return value / one_tensor(outputs)[0].numel() if self.reduction == "mean" else value
+
+    def count_targets(self, targets: Any) -> int | None:
+        """Count the examples."""
+        return len(targets) if isinstance(targets, Tensor) and targets.dim() else None
+
+    def advice(self, outputs: Outputs) -> str | None:
+        """Return a warning if examples have several outputs and no reduction was chosen."""
+        width = one_tensor(outputs)[0].numel()
+        if self.reduction is not None or width == 1:
+            return None
+        return (
+            f"the {self.name} likelihood sums over the {width} outputs of an example, but {self.torch_loss} takes "
+            f"their mean by default, and the penalty would be {width} times too strong for it: pass likelihood="
+            f"limpet.{type(self).__name__}(reduction='mean'), or reduction='sum' if your loss is a sum over outputs"
+        )
+
+    def tally(self, outputs: Outputs, targets: Any) -> Tensor:
+        """Return the sum of the squared residuals if it is needed, and the numbers of outputs and of examples."""
+        means = one_tensor(outputs)
+        return torch.tensor([0.0, means.numel(), len(means)], dtype=torch.float64)
+
+    def fisher_scale(self, tally: Tensor, *, empirical: bool) -> float:
+        """Return 1 / D for the mean over D outputs."""
+        return float(tally[2] / tally[1]) if self.reduction == "mean" else 1.0
+
+
+class Bernoulli(Elementwise):
     """Bernoulli likelihood with a sigmoid over independent logits.
 
     Outputs have the shape (examples, ...), targets have the same shape and are 0 or 1, or probabilities in between.
+
+    Args:
+        reduction: "sum" or "mean" over the outputs of an example, as your loss reduces them: "mean" for
+            `F.binary_cross_entropy_with_logits` with its defaults. None is "sum", with a warning if there are several.
 
     Examples:
         >>> Bernoulli().loss(torch.zeros(4, 1), torch.ones(4, 1))
@@ -26,7 +88,7 @@ class Bernoulli(Likelihood):
     """
 
     name = "bernoulli"
-    by_example = True
+    torch_loss = "F.binary_cross_entropy_with_logits"
 
     def count(self, outputs: Outputs, targets: Any) -> int:
         """Count the examples, after checking that the targets are between 0 and 1."""
@@ -80,7 +142,7 @@ class Bernoulli(Likelihood):
         return (mean / (1 + math.pi / 8 * variance).sqrt()).sigmoid()
 
 
-class Gaussian(Likelihood):
+class Gaussian(Elementwise):
     """Gaussian likelihood whose means are the outputs, of shape (examples, ...).
 
     The negative log likelihood is sum (y - f)^2 / (2 variance) + const. A plain mean squared error is a different
@@ -88,9 +150,12 @@ class Gaussian(Likelihood):
 
     Args:
         variance: Variance of the observation noise, or `"estimate"` to estimate it from the residuals.
+        reduction: "sum" or "mean" over the outputs of an example, as your loss reduces them. `Gaussian(0.5,
+            reduction="mean")` corresponds to `F.mse_loss` with its defaults. None is "sum", with a warning if there are
+            several outputs.
 
     Raises:
-        ValueError: If the variance is neither positive nor `"estimate"`.
+        ValueError: If the variance is neither positive nor `"estimate"`, or the reduction is unknown.
 
     Examples:
         >>> Gaussian(0.5).loss(torch.zeros(4, 1), torch.ones(4, 1))
@@ -98,16 +163,17 @@ class Gaussian(Likelihood):
     """
 
     name = "gaussian"
-    by_example = True
+    torch_loss = "F.mse_loss"
 
-    def __init__(self, variance: float | str = 1.0) -> None:
+    def __init__(self, variance: float | str = 1.0, *, reduction: str | None = None) -> None:
+        super().__init__(reduction=reduction)
         if variance != "estimate" and not (isinstance(variance, int | float) and variance > 0):
             raise ValueError(f"variance must be a number > 0 or 'estimate', not {variance!r}")
         self.variance = variance
 
     def describe(self) -> dict[str, Any]:
-        """Return the name and the variance as plain JSON values."""
-        return {"name": self.name, "variance": self.variance}
+        """Return the name and the options as plain JSON values."""
+        return {**super().describe(), "variance": self.variance}
 
     @property
     def _assumed_variance(self) -> float:
@@ -139,23 +205,24 @@ class Gaussian(Likelihood):
         yield from _diagonal_roots(torch.full_like(outputs, self._assumed_variance**-0.5))
 
     def tally(self, outputs: Outputs, targets: Any) -> Tensor:
-        """Return the sum of the squared residuals and their number if the variance is estimated."""
-        if self.variance != "estimate":
-            return super().tally(outputs, targets)
-        means, values = _paired(outputs, targets)
-        squares = (means - values).square().sum()
-        return torch.tensor([float(squares), means.numel()], dtype=torch.float64)
+        """Return the sum of the squared residuals if the variance is estimated, and the numbers to divide by."""
+        counts = super().tally(outputs, targets)
+        if self.variance == "estimate":
+            means, values = _paired(outputs, targets)
+            counts[0] = float((means - values).square().sum())
+        return counts
 
     def fisher_scale(self, tally: Tensor, *, empirical: bool) -> float:
-        """Return the factor that replaces a variance of 1 with the estimated one."""
+        """Return the factor that replaces a variance of 1 with the estimated one, times that of the reduction."""
+        scale = super().fisher_scale(tally, empirical=empirical)
         if self.variance != "estimate":
-            return 1.0
+            return scale
         variance = float(tally[0] / tally[1])
         if not variance > 0:
             raise UnsupportedError(
                 "the noise variance cannot be estimated because all residuals are zero: pass it as Gaussian(variance)"
             )
-        return float(variance ** (-2 if empirical else -1))
+        return scale * float(variance ** (-2 if empirical else -1))
 
     def mean(self, outputs: Outputs) -> Tensor:
         """Return the outputs."""

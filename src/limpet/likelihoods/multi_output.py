@@ -10,7 +10,7 @@ from torch import Tensor
 
 from limpet.errors import UnsupportedError
 from limpet.likelihoods.base import Likelihood, Outputs, as_tensors
-from limpet.likelihoods.elementwise import Gaussian
+from limpet.likelihoods.elementwise import Elementwise, Gaussian
 from limpet.likelihoods.random import Random
 
 
@@ -23,7 +23,8 @@ class MultiOutput(Likelihood):
         *parts: The likelihoods, in the order of the outputs.
 
     Raises:
-        ValueError: If no likelihood is given, or if one of them is `Gaussian("estimate")`.
+        ValueError: If no likelihood is given, or if one of them is `Gaussian("estimate")` or has
+            `reduction="mean"`.
 
     Examples:
         >>> from limpet import Categorical
@@ -39,6 +40,8 @@ class MultiOutput(Likelihood):
             raise ValueError("MultiOutput needs one likelihood per output")
         if any(isinstance(part, Gaussian) and part.variance == "estimate" for part in parts):
             raise ValueError("MultiOutput does not support Gaussian('estimate'): pass the variance, Gaussian(variance)")
+        if any(isinstance(part, Elementwise) and part.reduction == "mean" for part in parts):
+            raise ValueError("MultiOutput adds up the losses of its parts: pass reduction='sum' for each of them")
         self.parts = parts
         self.by_example = all(part.by_example for part in parts)
 
@@ -76,6 +79,18 @@ class MultiOutput(Likelihood):
     def count(self, outputs: Outputs, targets: Any) -> int:
         """Return the largest count of the parts."""
         return max(part.count(o, t) for part, o, t in self._each(outputs, targets))
+
+    def count_targets(self, targets: Any) -> int | None:
+        """Return the largest count of the parts, or None if one of them needs the outputs."""
+        if not isinstance(targets, tuple | list) or len(targets) != len(self.parts):
+            return None
+        counts = [part.count_targets(t) for part, t in zip(self.parts, targets, strict=True)]
+        return None if None in counts else max(c for c in counts if c is not None)
+
+    def advice(self, outputs: Outputs) -> str | None:
+        """Return the warnings of all parts."""
+        found = [part.advice(o) for part, o, _ in self._each(outputs, None)]
+        return "; ".join(text for text in found if text is not None) or None
 
     def root_count(self, outputs: Outputs) -> int | None:
         """Return the total number of roots, or None if one of the parts has no exact Fisher."""

@@ -294,7 +294,7 @@ class Laplace(Memory):
     def _all_or_nothing(self) -> Iterator[None]:
         """Restore the memory if the body raises."""
         held, constant = dict(self.posterior.held), self.posterior.constant
-        names = ("_strength", "_direct", "history", "unused", "examples", "tasks", "_proximal_state")
+        names = ("_strength", "_direct", "history", "unused", "examples", "tasks", "_proximal_state", "_trained_with")
         before = {name: getattr(self, name) for name in names}
         try:
             yield
@@ -317,9 +317,10 @@ class Laplace(Memory):
             curve = self._curve(self.tasks, with_task(self.posterior, newest, 1.0), newest, forward)
             self._strength = curve.strength
         self._update(fishers)
-        self.history = self.history.learned(newest.examples, curve, moved)
+        self.history = self.history.learned(int(newest.examples), curve, moved)
+        self._check_protected_count(newest.examples)
         self.unused = newest.unused
-        self.examples += newest.examples
+        self.examples += int(newest.examples)
         self.tasks += 1
         self._proximal_state = None
         if newest.unused:

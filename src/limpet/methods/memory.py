@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from limpet.curvature import Structure
 from limpet.deprecation import renamed_arguments
-from limpet.errors import LimpetError, MemoryFileError, UnsupportedError, finite_number, positive_whole
+from limpet.errors import (
+    LimpetError,
+    LimpetWarning,
+    MemoryFileError,
+    UnsupportedError,
+    finite_number,
+    positive_whole,
+    warn,
+)
 from limpet.forgetting.loss_curve import TaskHistory
 from limpet.likelihoods import Likelihood, resolve
 from limpet.methods.checks import check_model, excluded_names, say_what_is_not_protected
@@ -29,6 +37,7 @@ if TYPE_CHECKING:  # imported lazily at run time, to keep `import limpet` fast
     from limpet.forgetting.forecast import Forecast
     from limpet.forgetting.probe import Probe
     from limpet.io.state import State
+    from limpet.likelihoods import Count
     from limpet.methods.state_dict import Settings
     from limpet.posterior.summary import Report
     from limpet.predictive.linearized import OutputDistribution
@@ -40,6 +49,9 @@ NO_PROBE = (
     "memory.consolidate(batches, probe=100) to store 100 inputs, or for a language model use limpet consolidate "
     "--self-samples"
 )
+
+FAR_OFF = 1.5
+"""Factor between two counts of the same task from which they contradict each other."""
 
 MAX_FACTOR_SIZE = 4096
 """Default for the largest Kronecker factor that is stored as one matrix."""
@@ -113,6 +125,7 @@ class Memory(ABC):
         self.probes: tuple[Probe, ...] = ()
         self._direct: set[str] = set()  # parameters that must be measured per sample
         self._protection: Protection | None = None
+        self._trained_with: int | None = None  # N of the last protected training run
         self._proximal_state: ProximalState | None = None  # of the current training run
         self._resume: ProximalState | None = None  # of a loaded run, for the next `protect`
         self.posterior.arrange(self._planned())
@@ -171,8 +184,8 @@ class Memory(ABC):
         Args:
             batches: A loader, list or other iterable of batches. A batch is a pair `(inputs, targets)`, a dictionary
                 or, where no targets are needed, a tensor.
-            examples: N, the number of examples in the task (predicted tokens for a language model). By default the
-                examples are counted.
+            examples: N, the number of examples in the task (predicted tokens for a language model), if the batches
+                are only some of them. By default the examples are counted.
             limit: Use at most this many examples, and scale the Fisher up to all of them.
             forward: `forward(model, batch)` returns `(outputs, targets)`. Needed for other kinds of batches.
             progress: Show a progress bar.
@@ -184,8 +197,35 @@ class Memory(ABC):
 
         Raises:
             LimpetError: If called inside `with memory.protect(...)`.
-            CurvatureError: If the curvature cannot be measured.
+            CurvatureError: If the curvature cannot be measured, or the batches contain more than `examples`.
         """
+
+    def count(self, batches: Iterable[Any], *, forward: Forward | None = None) -> Count:
+        """Count the examples N of a task, in the unit that its mean loss averages over.
+
+        N is the number of rows or, if the model predicts at every position (language models, token classification), the
+        number of predicted positions, without padding and ignored labels. Pass it as `examples=`.
+
+        Args:
+            batches: A DataLoader of a data set with a length, or a list of batches.
+            forward: As for `consolidate`. The model is then run on some of the batches.
+
+        Returns:
+            N, an integer that also knows its rows. Beyond 20,000 rows it is extrapolated from evenly spaced ones.
+
+        Raises:
+            CurvatureError: If the batches can be read only once, or contain no examples.
+
+        Examples:
+            >>> import limpet
+            >>> memory = limpet.OnlineLaplace(torch.nn.Linear(3, 2))
+            >>> tokens, labels = torch.randn(5, 7, 3), torch.randint(0, 2, (5, 7))
+            >>> print(memory.count([(tokens, labels)]))
+            35 predicted positions in 5 rows
+        """
+        from limpet.curvature.counting import count_examples
+
+        return count_examples(self.model, batches, self.likelihood, forward)
 
     def protect(
         self,
@@ -206,7 +246,7 @@ class Memory(ABC):
         Args:
             optimizer: The optimizer that trains the model.
             examples: N, the number of examples in the new task (predicted tokens for a language model), not
-                multiplied by the number of epochs.
+                multiplied by the number of epochs. `memory.count(loader)` counts them.
             every: Apply the proximal step, or recompute the penalty's gradient, only every this many steps. In
                 between, proximal mode uses the control variate of ProxSkip, and gradient mode reuses the last
                 gradient.
@@ -271,9 +311,22 @@ class Memory(ABC):
         self._protection, self._proximal_state, self._resume = protection, protection.state, None
 
     def _left(self, finished: bool) -> None:
-        self._protection = None
-        if finished:
+        if finished and self._protection is not None:
+            self._trained_with = self._protection.examples
             self._proximal_state = None
+        self._protection = None
+
+    def _check_protected_count(self, count: int) -> None:
+        """Warn if the new task was trained with another N than the pass over its data has counted."""
+        stated, self._trained_with = self._trained_with, None
+        if stated is not None and not count / FAR_OFF < stated < count * FAR_OFF:
+            factor, how = (count / stated, "strong") if stated < count else (stated / count, "weak")
+            warn(
+                f"this task was trained with protect(examples={int(stated):,}), but has {count}: the penalty was "
+                f"{factor:.3g} times too {how}; N is counted in the unit that the mean loss averages over, "
+                "memory.count(loader) counts it",
+                LimpetWarning,
+            )
 
     def _reject_inside_protect(self) -> None:
         if self._protection is not None:

@@ -157,6 +157,24 @@ def call(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Any, An
     )
 
 
+def targets_of(model: nn.Module, batch: Any) -> Any:
+    """Return the targets that `call` would return without a `forward`, without running the model.
+
+    Args:
+        model: The model.
+        batch: A pair (inputs, targets), a dictionary or a tensor.
+
+    Returns:
+        The targets, or None if the batch has none.
+    """
+    if isinstance(batch, Mapping):
+        if "input_ids" in batch and is_causal(model):
+            return _following_tokens(batch)
+        key = target_key(batch)
+        return None if key is None else batch[key]
+    return batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+
+
 def target_key(batch: Mapping[str, Any]) -> str | None:
     """Return the key of the targets in a batch, or None if it has none."""
     return next((key for key in TARGET_KEYS if key in batch), None)
@@ -179,13 +197,19 @@ def next_tokens(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Ten
         Logits and targets. The targets are the shifted `labels` if the batch has them, otherwise the shifted
         `input_ids` with -100 at padding.
     """
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    logits = _outputs(model(**inputs, use_cache=False))
+    return logits[:, :-1], _following_tokens(batch)
+
+
+def _following_tokens(batch: Mapping[str, Any]) -> Tensor:
+    """Return the token that follows each position but the last, from the labels or, without padding, the inputs."""
     labels = batch.get("labels")
     if labels is None:
         real = without_padding(batch)
         labels = batch["input_ids"] if real is None else batch["input_ids"].masked_fill(~real, -100)
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    logits = _outputs(model(**inputs, use_cache=False))
-    return logits[:, :-1], labels[:, 1:]
+    following: Tensor = labels[:, 1:]
+    return following
 
 
 def without_padding(batch: Any) -> Tensor | None:

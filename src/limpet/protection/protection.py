@@ -106,6 +106,7 @@ class Protection:
         self.optimizer = inner_optimizer(optimizer)
         self.mode = mode_for(self.optimizer, mode, every, list(posterior.lora_penalties()))
         self.every = every
+        self.examples = examples
         self.weight = penalty_weight(examples, reduction, batch_size)
         fits = state is not None and (state.every, state.mode) == (every, self.mode)
         self.state = state if state is not None and fits else ProximalState(every, mode=self.mode)
