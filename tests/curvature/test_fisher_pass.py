@@ -537,7 +537,7 @@ def test_a_bias_does_not_cut_a_side() -> None:
 
 
 def test_equal_examples_get_draws_of_their_own() -> None:
-    """64 distinct inputs, 20,000 rows: with one draw for each distinct input, the error was 40 %."""
+    """64 distinct inputs, 20,000 rows: with one draw for each distinct input, the error was 76 %."""
     torch.manual_seed(0)
     model = nn.Linear(6, 30)
     x = torch.randint(0, 2, (20_000, 6)).float()
