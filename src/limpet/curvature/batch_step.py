@@ -21,6 +21,7 @@ from limpet.likelihoods.random import Occurrences, PerExampleRNG, Random
 from limpet.model.batch import Forward, batch_size, call, part, prepared, without_padding
 from limpet.model.blocks import Block
 from limpet.model.names import named_parameters
+from limpet.model.own_loss import check_own_loss, has_own_loss
 from limpet.model.unsharded import UnshardedParameters
 
 FISHERS = ("auto", "exact", "sampled", "empirical")
@@ -123,6 +124,8 @@ class BatchStep:
         size = batch_size(batch)
         if size == 0:
             return
+        if self.generator is None and self.forward is None:
+            self._check_loss(batch)
         if left is not None and size is not None:
             rows = max(1, int(left / self._positions(batch, size)))
             batch = part(batch, slice(0, rows)) if rows < size else batch
@@ -138,6 +141,11 @@ class BatchStep:
             self._accumulate(batch, outputs, targets, tensors)
         self.recorder.clear()
         self._count(outputs, targets)
+
+    def _check_loss(self, batch: Any) -> None:
+        """Compare the loss of the first batch with the one that the model computes itself, if it does."""
+        if has_own_loss(self.model, batch, self.likelihood):
+            check_own_loss(self.model, batch, self.likelihood)
 
     def _reject_nonfinite(self, outputs: tuple[Tensor, ...]) -> None:
         if not all(bool(torch.isfinite(tensor).all()) for tensor in outputs):
