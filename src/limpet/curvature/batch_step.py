@@ -12,13 +12,14 @@ from torch.utils._pytree import tree_leaves
 from limpet.curvature.accumulators import Accumulator
 from limpet.curvature.audit import gradients_at, not_by_example, unseen
 from limpet.curvature.hooks import Recorder
+from limpet.curvature.padding import Padding, find_decoding
 from limpet.curvature.shared_inputs import find_same_inputs
 from limpet.curvature.structure import Structure
 from limpet.distributed import rank_and_size
 from limpet.errors import CurvatureError, UnsupportedError
 from limpet.likelihoods import Likelihood, as_tensors
 from limpet.likelihoods.random import Occurrences, PerExampleRNG, Random
-from limpet.model.batch import Forward, batch_size, call, part, prepared, without_padding
+from limpet.model.batch import Forward, batch_size, call, part, prepared
 from limpet.model.blocks import Block
 from limpet.model.names import named_parameters
 from limpet.model.own_loss import check_own_loss, has_own_loss
@@ -99,7 +100,8 @@ class BatchStep:
         self.audited: set[Any] = set()  # call patterns that passed the audit
         self.roots = 0  # backward passes per batch
         self.seen = 0  # examples, or predicted positions, counted by the likelihood
-        self.real: Tensor | None = None  # mask of the positions of a batch that are not padding
+        self.padding = Padding(None)  # of the current batch
+        self.decoding: dict[str, list[bool]] = {}  # which calls see the sequence of a decoder, where that is unclear
         self.rows = 0  # examples, counted by the first dimension of the outputs
         self.occurrences = Occurrences(rank_and_size()[0])
 
@@ -129,7 +131,7 @@ class BatchStep:
         if left is not None and size is not None:
             rows = max(1, int(left / self._positions(batch, size)))
             batch = part(batch, slice(0, rows)) if rows < size else batch
-        self.real = without_padding(batch)
+        self.padding = Padding.of(self.model, batch)
         with torch.inference_mode(False), torch.enable_grad():
             with self.recorder.recording():
                 outputs, targets = call(self.model, batch, self.forward)
@@ -138,6 +140,7 @@ class BatchStep:
             if self.generator is None:
                 self._begin(outputs, tensors)
             self._examine(batch, tensors)
+            self._mark_padding(batch)
             self._accumulate(batch, outputs, targets, tensors)
         self.recorder.clear()
         self._count(outputs, targets)
@@ -207,6 +210,14 @@ class BatchStep:
         if not self.begun:
             self.make_sums()
 
+    def _mark_padding(self, batch: Any) -> None:
+        """Give every recorded call the mask of its positions."""
+        calls = {b.name: self.recorder.calls[b.name] for b in self.blocks if b.name in self.recorder.calls}
+        known = all(len(self.decoding.get(name, ())) == len(some) for name, some in calls.items())
+        if self._on_any_rank(self.padding.unclear and not known):
+            self.decoding = find_decoding(self.model, self.blocks, batch, self.forward)
+        self.padding.mark(calls, self.decoding)
+
     def _on_any_rank(self, flag: bool) -> bool:
         """The flag; if the ranks share a sharded model, whether it is set on any of them."""
         return flag
@@ -267,10 +278,6 @@ class BatchStep:
         calls = [each for each in self.recorder.calls.get(block.name, []) if each.gradient is not None]
         if not calls:
             return
-        if self.real is not None:
-            for each in calls:
-                fits = each.data.dim() <= 3 and each.data.shape[:2] == self.real.shape
-                each.real = self.real if fits else None
         if data:
             self.sums[block.name].add_data(calls)
             self.used.update(block.parameters)
