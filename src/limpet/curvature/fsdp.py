@@ -46,6 +46,7 @@ class ShardedPass(FisherPass):
     """
 
     in_step = True
+    expands = False  # the ranks would have to agree on every attempt
 
     def __init__(
         self,
