@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import limpet
-from limpet.errors import LimpetError, LimpetWarning, NotProtectedWarning
+from limpet.errors import LimpetError, LimpetWarning, NotProtectedWarning, UnsupportedError
 from reference import close
 
 STRUCTURES = ["diagonal", "kronecker", "kronecker-sum", "dense"]
@@ -405,9 +405,20 @@ def test_heads_that_go_or_grow() -> None:
         memory.protect(optimizer, examples=20)
     assert memory.posterior.held == known
     del model[1]
-    with pytest.warns(NotProtectedWarning, match="no longer has"), memory.protect(optimizer, examples=20):
+    for use in (lambda: memory.protect(optimizer, examples=20), memory.forecast, memory.penalty):
+        with pytest.raises(
+            UnsupportedError, match=r"1.weight was measured, but the model no longer has it.*drop\(\['1'\]\)"
+        ):
+            use()
+    assert memory.posterior.held == known
+    assert [row.name for row in memory.report().rows if "no longer in the model" in row.note] == ["1.weight", "1.bias"]
+    memory.drop(["1"])
+    with pytest.raises(ValueError, match="'1' matches no block"):
+        memory.drop(["1"])
+    with memory.protect(optimizer, examples=20):
         pass
     assert list(memory.posterior.held) == ["0"]
+    assert float(memory.forecast()) == 0
 
 
 def test_one_loop_serves_all_four_methods() -> None:

@@ -185,8 +185,13 @@ def not_by_example(
     """
     count = outputs[0].shape[0]
     hooked = [block for block in blocks if block.layers]
-    if not on_any_rank(count > 1):
-        return set()
+    if not on_any_rank(count > 1):  # all rows are those of the one example, also where they are not seen as such
+        return {
+            b.name
+            for b in hooked
+            if b.name in needs_examples
+            and any(each.layer.example_count(each) != 1 for each in recorder.calls.get(b.name, []))
+        }
     if batch_size(batch) != count:
         return {
             b.name for b in hooked if not _plausible(recorder.calls.get(b.name, []), count, b.name in needs_examples)

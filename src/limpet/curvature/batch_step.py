@@ -11,7 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from limpet.curvature.accumulators import Accumulator
 from limpet.curvature.audit import gradients_at, not_by_example, unseen
+from limpet.curvature.broadcast import broadcast_parameters, is_candidate, is_per_example
 from limpet.curvature.hooks import Recorder
+from limpet.curvature.padding import Padding, find_decoding
 from limpet.curvature.shared_inputs import find_same_inputs
 from limpet.curvature.structure import Structure
 from limpet.distributed import rank_and_size
@@ -19,9 +21,10 @@ from limpet.errors import CurvatureError, LimpetWarning, UnsupportedError, warn
 from limpet.likelihoods import Likelihood, as_tensors
 from limpet.likelihoods.base import TALLY
 from limpet.likelihoods.random import Occurrences, PerExampleRNG, Random
-from limpet.model.batch import Forward, batch_size, call, part, prepared, without_padding
+from limpet.model.batch import Forward, batch_size, call, part, prepared
 from limpet.model.blocks import Block
 from limpet.model.names import named_parameters
+from limpet.model.own_loss import check_own_loss, has_own_loss
 from limpet.model.unsharded import UnshardedParameters
 
 FISHERS = ("auto", "exact", "sampled", "empirical")
@@ -63,6 +66,8 @@ class BatchStep:
         forward: A function (model, batch) -> (outputs, targets). None calls the model on the inputs of the batch.
     """
 
+    expands = True  # whether parameters that all examples use at once may be recorded per example
+
     def __init__(
         self,
         model: nn.Module,
@@ -87,11 +92,15 @@ class BatchStep:
         self.parameters = named_parameters(model)
         self.live = UnshardedParameters(model)
         self.recorder = Recorder()
+        self.spread = broadcast_parameters(model, self.blocks) if self.expands else {}
+        self.refused: set[str] = set()  # blocks that cannot be recorded per example
         self.restart(set())
 
     def restart(self, direct: set[str]) -> None:
         """Reset all sums. The blocks named in `direct` are measured per sample from now on."""
         self._make_direct(direct)
+        self.refused |= direct
+        self.recorder.broadcast -= direct
         self.sums: dict[str, Accumulator] = {}
         self.begun = False  # the sums are allocated
         self.generator: torch.Generator | None = None
@@ -100,7 +109,8 @@ class BatchStep:
         self.audited: set[Any] = set()  # call patterns that passed the audit
         self.roots = 0  # backward passes per batch
         self.seen = 0  # examples, or predicted positions, counted by the likelihood
-        self.real: Tensor | None = None  # mask of the positions of a batch that are not padding
+        self.padding = Padding(None)  # of the current batch
+        self.decoding: dict[str, list[bool]] = {}  # which calls see the sequence of a decoder, where that is unclear
         self.rows = 0  # rows of the batches
         self.occurrences = Occurrences(rank_and_size()[0])
 
@@ -125,21 +135,31 @@ class BatchStep:
         size = batch_size(batch)
         if size == 0:
             return
+        if self.generator is None and self.forward is None:
+            self._check_loss(batch)
         if left is not None and size is not None:
             rows = max(1, int(left / self._positions(batch, size)))
             batch = part(batch, slice(0, rows)) if rows < size else batch
-        self.real = without_padding(batch)
+        self.padding = Padding.of(self.model, batch)
         with torch.inference_mode(False), torch.enable_grad():
-            with self.recorder.recording():
-                outputs, targets = call(self.model, batch, self.forward)
+            outputs, targets = self._run(batch)
             tensors = as_tensors(outputs)
             self._reject_nonfinite(tensors)
             if self.generator is None:
                 self._begin(outputs, tensors)
-            self._examine(batch, tensors)
+            if self._examine(batch, tensors):
+                outputs, targets = self._run(batch)
+                tensors = as_tensors(outputs)
+            self.audited.add(self._pattern(tensors))
+            self._mark_padding(batch)
             self._accumulate(batch, outputs, targets, tensors)
         self.recorder.clear()
         self._count(batch, outputs, targets)
+
+    def _check_loss(self, batch: Any) -> None:
+        """Compare the loss of the first batch with the one that the model computes itself, if it does."""
+        if has_own_loss(self.model, batch, self.likelihood):
+            check_own_loss(self.model, batch, self.likelihood)
 
     def _reject_nonfinite(self, outputs: tuple[Tensor, ...]) -> None:
         if not all(bool(torch.isfinite(tensor).all()) for tensor in outputs):
@@ -174,16 +194,19 @@ class BatchStep:
                 "`forward` detaches its outputs"
             )
 
-    def _examine(self, batch: Any, tensors: tuple[Tensor, ...]) -> None:
-        """Audit the first batch, and every later one in which the layers are called differently."""
-        count = tensors[0].shape[0]
-        firsts = [
-            tuple(each.layer.example_count(each) == count for each in self.recorder.calls.get(block.name, []))
-            for block in self.blocks
-        ]
-        pattern = (count > 1, tuple(firsts))
-        if not self._on_any_rank(pattern not in self.audited):
-            return
+    def _run(self, batch: Any) -> tuple[Any, Any]:
+        """Run the model on a batch and record it."""
+        with self.recorder.recording(batch_size(batch)):
+            return call(self.model, batch, self.forward)
+
+    def _examine(self, batch: Any, tensors: tuple[Tensor, ...]) -> bool:
+        """Audit the first batch, and every later one in which the layers are called differently.
+
+        Returns:
+            Whether the batch has to be run again, because other blocks are recorded now.
+        """
+        if not self._on_any_rank(self._pattern(tensors) not in self.audited):
+            return False
         wrong, used = unseen(self.blocks, self.recorder, self.live, tensors)
         self.used |= used
         needs_examples = {b.name for b in self.blocks if not self.structure.of(b).startswith("kronecker")}
@@ -198,12 +221,51 @@ class BatchStep:
             self._on_any_rank,
         )
         wrong = self._of_all_ranks(wrong & {block.name for block in self.blocks if block.layers})
+        again = self._record_by_example(batch, tensors, wrong)
+        wrong -= self.recorder.broadcast
         if wrong and self.begun:
             raise UnforeseenError(wrong)
         self._make_direct(wrong)
-        self.audited.add(pattern)
         if not self.begun:
             self.make_sums()
+        return again
+
+    def _pattern(self, tensors: tuple[Tensor, ...]) -> Any:
+        """How the recorded forward pass has called the layers."""
+        count = tensors[0].shape[0]
+        firsts = [
+            tuple(each.layer.example_count(each) == count for each in self.recorder.calls.get(block.name, []))
+            for block in self.blocks
+        ]
+        return count > 1, tuple(firsts)
+
+    def _record_by_example(self, batch: Any, tensors: tuple[Tensor, ...], wrong: set[str]) -> bool:
+        """Try to record per example what all examples use at once; return whether the model was run for that."""
+        count = tensors[0].shape[0]
+        tried = [b for b in self.blocks if b.name in self.spread or (b.name in wrong and is_candidate(b))]
+        tried = [b for b in tried if b.name not in self.refused | self.recorder.broadcast]
+        if not self.expands or count < 2 or batch_size(batch) != count:
+            return False
+        for block in tried:
+            self.recorder.broadcast.add(block.name)
+            try:
+                found = as_tensors(self._run(batch)[0])
+                run = (found, tensors), self.model, batch, self.forward
+                works = is_per_example(block, self.recorder, self.live, *run)
+            except (CurvatureError, RuntimeError, ValueError, IndexError, TypeError):
+                works = False
+            if not works:
+                self.recorder.broadcast.discard(block.name)
+                self.refused.add(block.name)
+        return bool(tried)
+
+    def _mark_padding(self, batch: Any) -> None:
+        """Give every recorded call the mask of its positions."""
+        calls = {b.name: self.recorder.calls[b.name] for b in self.blocks if b.name in self.recorder.calls}
+        known = all(len(self.decoding.get(name, ())) == len(some) for name, some in calls.items())
+        if self._on_any_rank(self.padding.unclear and not known):
+            self.decoding = find_decoding(self.model, self.blocks, batch, self.forward)
+        self.padding.mark(calls, self.decoding)
 
     def _on_any_rank(self, flag: bool) -> bool:
         """The flag; if the ranks share a sharded model, whether it is set on any of them."""
@@ -231,8 +293,8 @@ class BatchStep:
             self.sums[block.name] = self.structure.accumulator(block, self.parameters[block.parameters[0]])
 
     def _accumulate(self, batch: Any, outputs: Any, targets: Any, tensors: tuple[Tensor, ...]) -> None:
-        hooked = [block for block in self.blocks if block.layers]
-        direct = [block for block in self.blocks if not block.layers]
+        hooked = [block for block in self.blocks if block.layers or block.name in self.recorder.broadcast]
+        direct = [block for block in self.blocks if not block.layers and block.name not in self.recorder.broadcast]
         silent = [block for block in hooked if not self.recorder.calls.get(block.name)]
         find_same_inputs(call for block in hooked for call in self.recorder.calls.get(block.name, []))
         watched = {name: self.live[name] for block in silent for name in block.parameters}
@@ -265,10 +327,6 @@ class BatchStep:
         calls = [each for each in self.recorder.calls.get(block.name, []) if each.gradient is not None]
         if not calls:
             return
-        if self.real is not None:
-            for each in calls:
-                fits = each.data.dim() <= 3 and each.data.shape[:2] == self.real.shape
-                each.real = self.real if fits else None
         if data:
             self.sums[block.name].add_data(calls)
             self.used.update(block.parameters)

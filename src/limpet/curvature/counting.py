@@ -13,6 +13,7 @@ from limpet.errors import CurvatureError
 from limpet.likelihoods import Count, Likelihood
 from limpet.model.batch import Forward, batch_size, call, part, prepared, targets_of
 from limpet.model.context import preserve_state
+from limpet.model.own_loss import check_own_loss, has_own_loss
 
 ROWS = 20_000
 """Number of rows from which the count of a larger data set is extrapolated."""
@@ -51,7 +52,10 @@ def count_examples(
         first = next(_read(batches, ROWS)[0], None)
         if first is None:
             raise CurvatureError("the batches contain no examples: pass a loader that yields (inputs, targets)")
-        by_targets = forward is None and _targets_suffice(model, prepared(_start(first[0]), device), likelihood)
+        start = prepared(_start(first[0]), device)
+        if forward is None and has_own_loss(model, start, likelihood):
+            check_own_loss(model, start, likelihood)  # it also finds out whether labels are shifted
+        by_targets = forward is None and _targets_suffice(model, start, likelihood)
         terms = rows = 0
         found, total = _read(batches, ROWS if by_targets else ROWS_THROUGH_MODEL)
         for batch, size in found:

@@ -207,7 +207,7 @@ class FisherPass(BatchStep):
             stack.enter_context(eager())
             stack.enter_context(plain_recurrence(self.model))
             stack.enter_context(self.live.watched())
-            stack.enter_context(self.recorder.attached(self.blocks))
+            stack.enter_context(self.recorder.attached(self.blocks, self.spread))
             for number, batch in self._wanted(batches, limit):
                 before = self.seen
                 with perturbed(self.parameters, self._displaced(number)):

@@ -25,6 +25,7 @@ from limpet.errors import CurvatureError
 from limpet.likelihoods import Likelihood, as_tensors
 from limpet.model.batch import batch_size, call, part
 from limpet.model.blocks import Block
+from limpet.model.own_loss import check_own_loss, has_own_loss
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -45,6 +46,7 @@ class ShardedPass(FisherPass):
     """
 
     in_step = True
+    expands = False  # the ranks would have to agree on every attempt
 
     def __init__(
         self,
@@ -97,6 +99,15 @@ class ShardedPass(FisherPass):
         if self.rounds:
             return max(self.seen / max(self.rows, 1), 1.0)
         return super()._positions(batch, size)  # a forward pass, which all ranks run in the first round
+
+    def _check_loss(self, batch: Any) -> None:
+        error: CurvatureError | None = None
+        try:
+            if not self._on_any_rank(not has_own_loss(self.model, batch, self.likelihood)):
+                check_own_loss(self.model, batch, self.likelihood)  # forward passes, which all ranks run
+        except CurvatureError as raised:
+            error = raised
+        self.ranks.raise_together(error)
 
     def _reject_nonfinite(self, outputs: tuple[Tensor, ...]) -> None:
         error: CurvatureError | None = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from limpet.errors import CurvatureError
-from limpet.layers import Call, Layer
+from limpet.layers import Broadcast, Call, Embedding, Layer
 from limpet.model.blocks import Block
 
 
@@ -30,11 +31,20 @@ class Recorder:
         self._inputs: list[tuple[str, Tensor, int]] = []
         self.unreadable: set[str] = set()  # blocks with a call that the layer class does not support
         self.without_graph: set[str] = set()  # blocks with a call outside the autograd graph
+        self.broadcast: set[str] = set()  # blocks that all examples use at once, and that are recorded per example
         self._on = False
+        self._examples: int | None = None
 
     @contextmanager
-    def attached(self, blocks: Sequence[Block]) -> Iterator[Recorder]:
-        """Context manager that registers hooks on the layers of these blocks, and removes them on exit."""
+    def attached(
+        self, blocks: Sequence[Block], parameters: Mapping[str, Broadcast] = MappingProxyType({})
+    ) -> Iterator[Recorder]:
+        """Context manager that registers hooks on the layers of these blocks, and removes them on exit.
+
+        Args:
+            blocks: The blocks.
+            parameters: Parameters without a layer that may be recorded per example (`broadcast`), by block name.
+        """
         watched: dict[nn.Module, list[tuple[str, Layer]]] = {}
         for block in blocks:
             for layer in block.layers:
@@ -43,6 +53,8 @@ class Recorder:
         try:
             for module, users in watched.items():
                 handles.append(module.register_forward_hook(self._hook(users), with_kwargs=True))
+            for name, layer in parameters.items():
+                handles.extend(self._replace(name, layer))
             yield self
         finally:
             for handle in handles:
@@ -50,13 +62,16 @@ class Recorder:
             self.clear()
 
     def _hook(self, users: list[tuple[str, Layer]]) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             if not self._on or not isinstance(output, Tensor):
-                return
+                return None
             if not output.requires_grad:
                 self.without_graph.update(name for name, _ in users)
-                return
+                return None
             x: Any = args[0] if args else next(iter(kwargs.values()), None)
+            given = output
+            if self._examples and any(name in self.broadcast for name, _ in users) and Embedding.without_examples(x):
+                x, output = (t.expand(self._examples, *t.shape[-n:]) for t, n in ((x, 1), (output, 2)))
             edge = get_gradient_edge(output)
             with torch.no_grad():
                 for name, layer in users:
@@ -70,20 +85,44 @@ class Recorder:
                     self._at_edge.append(call)
                     if "weight" in layer.names:
                         self._inputs.append((name, x, x._version))
+            return None if output is given else output
 
         return hook
 
+    def _replace(self, name: str, layer: Broadcast) -> tuple[Any, Any]:
+        """Register hooks that replace a parameter with one view per example while its module runs."""
+        parameters, local = layer.module._parameters, layer.names[0]
+        original: list[Tensor] = []
+
+        def before(*_: Any) -> None:
+            if self._on and self._examples and name in self.broadcast:
+                original.append(parameters[local])
+                parameters[local] = every = original[-1].expand(self._examples, *original[-1].shape[1:])
+                self.calls.setdefault(name, []).append(call := Call(layer, layer.read(every.detach())))
+                self.edges.append(get_gradient_edge(every))
+                self._at_edge.append(call)
+
+        def after(*_: Any) -> None:
+            if original:
+                parameters[local] = original.pop()
+
+        module = layer.module
+        return module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)
+
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, examples: int | None = None) -> Iterator[None]:
         """Context manager that records the forward pass in its body.
 
         Forward passes that gradient checkpointing repeats later are not recorded.
+
+        Args:
+            examples: Number of examples, if known; blocks in `broadcast` are recorded per example then.
 
         Raises:
             CurvatureError: If the input of a layer was modified in place after the layer had used it.
         """
         self.clear()
-        self._on = True
+        self._on, self._examples = True, examples
         try:
             yield
         finally:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from limpet.model import PER_SAMPLE, Block, named_parameters
-from limpet.model.adapters import LowRank, adapted_parameters
+from limpet.model.adapters import adapted_parameters
+from limpet.model.low_rank import LowRank
 from limpet.posterior import BlockPosterior
 from limpet.precision.pencil import truncated
 

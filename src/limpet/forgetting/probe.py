@@ -19,7 +19,7 @@ from limpet.likelihoods import Likelihood
 from limpet.likelihoods.base import TALLY
 from limpet.model import Forward, call, named_parameters, prepared, preserve_state
 from limpet.model.adapters import adapter_parameters
-from limpet.model.batch import is_causal, target_key
+from limpet.model.batch import is_causal, is_encoder_decoder, target_key
 
 Plain = Any
 """A JSON value: a number, a string, None, or a list or dictionary of these."""
@@ -172,7 +172,7 @@ def _sums(model: nn.Module, without: Collection[str]) -> dict[str, list[float]]:
 def _without_targets(model: nn.Module, batch: Any) -> Any:
     """Drop the targets of a batch, leaving a form that the model can be called with in the same way."""
     if isinstance(batch, Mapping):
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        if is_encoder_decoder(model):
             return batch  # the decoder inputs are made from the labels
         target = "labels" if "input_ids" in batch and is_causal(model) else target_key(batch)
         return {key: value for key, value in batch.items() if key != target}

@@ -28,6 +28,7 @@ from typing import TypeVar
 from torch import nn
 
 from limpet.layers.base import Call, Layer, MatrixLayer, example_gradients, squared_gradients
+from limpet.layers.broadcast import Broadcast
 from limpet.layers.convolution import Convolution
 from limpet.layers.embedding import Embedding
 from limpet.layers.linear import Linear
@@ -79,6 +80,7 @@ def layer_type(module: nn.Module) -> type[Layer] | None:
 
 __all__ = [
     "BatchNorm",
+    "Broadcast",
     "Call",
     "Convolution",
     "Embedding",

@@ -47,6 +47,11 @@ class Embedding(Layer):
         """Return the output gradient of shape (examples, positions, features)."""
         return g.reshape(1, 1, -1) if g.dim() == 1 else g.reshape(g.shape[0], -1, g.shape[-1])
 
+    @staticmethod
+    def without_examples(x: Tensor) -> bool:
+        """Return whether an input can be one that is the same for all examples: (positions,) or (1, positions)."""
+        return x.dim() == 1 or (x.dim() == 2 and x.shape[0] == 1)
+
     def counts(self, call: Call, dtype: torch.dtype) -> Tensor:
         """Count how often every token occurs in the data; the padding token, which has no gradient, counts zero.
 

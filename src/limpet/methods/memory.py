@@ -25,7 +25,7 @@ from limpet.errors import (
 from limpet.forgetting.loss_curve import TaskHistory
 from limpet.likelihoods import Likelihood, resolve
 from limpet.methods.checks import check_model, excluded_names, say_what_is_not_protected
-from limpet.model import Block, Forward, discover, unwrapped
+from limpet.model import Block, Forward, discover, plain, unwrapped
 from limpet.posterior import PRIOR_MEANS, Posterior
 from limpet.posterior.sharding import reject_sharded
 from limpet.precision import STRUCTURES
@@ -383,6 +383,36 @@ class Memory(ABC):
 
         return forecast(self.posterior, self.examples, self.history)
 
+    def drop(self, names: Iterable[str]) -> None:
+        """Remove blocks from the memory, such as those of a head that the model no longer has.
+
+        Their tasks are no longer protected, and a parameter of the same name starts again from the prior. While blocks
+        with tasks are missing in the model, because a layer was removed, renamed or wrapped, the memory raises an
+        error instead of ignoring them.
+
+        Args:
+            names: Names of blocks, parameters or modules, or patterns.
+
+        Raises:
+            ValueError: If a name matches no block.
+            LimpetError: If called inside `with memory.protect(...)`.
+
+        Examples:
+            >>> import limpet
+            >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+            >>> memory = limpet.OnlineLaplace(model)
+            >>> memory.consolidate([(torch.randn(20, 3), torch.randint(0, 2, (20,)))])
+            >>> del model[1]
+            >>> memory.drop(["1"])
+            >>> float(memory.forecast())
+            0.0
+        """
+        self._reject_inside_protect()
+        wanted = [names] if isinstance(names, str) else list(names)
+        for name in wanted:
+            if not self.posterior.drop([plain(name)]):
+                raise ValueError(f"{name!r} matches no block of the memory: memory.report() lists them")
+
     def drift(
         self, *, forward: Forward | None = None, reference: nn.Module | None = None, blocks: bool = False
     ) -> Drift:
@@ -726,6 +756,7 @@ class Memory(ABC):
         Parameters that once had to be measured per sample stay so. A consolidated block of which some parameters have
         been frozen since stays one block.
         """
+        self.posterior.parameters()  # raises if a consolidated block has lost its parameters
         found: list[Block] = []
         for block in discover(self.model, self.exclude, {*also, *self._partly_frozen()}):
             found.extend(block.as_per_sample() if self._direct & set(block.parameters) else [block])

@@ -1,89 +1,24 @@
 """Low-rank adapters: a frozen weight W that is trained as W + scaling B A (LoRA, Hu et al. 2022).
 
-Adapted layers are recognized by their attributes, a `base_layer` next to `lora_A` and `lora_B`, not by the library that
-created them. A memory treats such a layer as its base layer with the effective weight: the base weight plus the updates
-of the active adapters.
+A module with a `base_layer` next to `lora_A` and `lora_B` is assumed to be an adapted layer, whichever library created
+it, and what it computes is compared with that assumption once (`limpet.model.adapter_check`). A memory treats such a
+layer as its base layer with the effective weight: the base weight plus the updates of the active adapters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from limpet.errors import UnsupportedError
+from limpet.model.adapter_check import INSTEAD, check_update, described
+from limpet.model.low_rank import LowRank
 
-
-@dataclass(frozen=True)
-class LowRank:
-    """The update scaling * left @ right that an adapter adds to a weight matrix.
-
-    Attributes:
-        a: The parameter A of shape (rank, in, ...).
-        b: The parameter B of shape (out, rank, ...).
-        scaling: Factor of the update.
-        transposed: Whether the weight is stored as (in, out), so that (B A)^T is added.
-        weight: The weight that the update is added to.
-    """
-
-    a: nn.Parameter
-    b: nn.Parameter
-    scaling: float
-    transposed: bool
-    weight: nn.Parameter | None = None
-
-    @property
-    def left(self) -> Tensor:
-        """Left factor of shape (rows of the weight, rank)."""
-        return self.a.flatten(1).mT if self.transposed else self.b.flatten(1)
-
-    @property
-    def right(self) -> Tensor:
-        """Right factor of shape (rank, columns of the weight)."""
-        return self.b.flatten(1).mT if self.transposed else self.a.flatten(1)
-
-    def gradients(self, left: Tensor, right: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Convert gradients with respect to the factors to gradients with respect to the parameters A and B.
-
-        Args:
-            left: Gradient with respect to `left`, of the same shape.
-            right: Gradient with respect to `right`, of the same shape.
-
-        Yields:
-            Each parameter with its gradient, in the shape of the parameter.
-        """
-        of_a, of_b = (left.mT, right.mT) if self.transposed else (right, left)
-        yield self.a, of_a.reshape(self.a.shape)
-        yield self.b, of_b.reshape(self.b.shape)
-
-    def written(self, left: Tensor, right: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Compute parameter values with which the adapter adds left @ right to the weight.
-
-        If the product has a lower rank than the adapter, the unused ranks keep their A and get a B of zero, so that
-        they can still be trained.
-
-        Args:
-            left: Left factor of the update, of shape (rows of the weight, at most rank).
-            right: Right factor of the update, of shape (at most rank, columns of the weight).
-
-        Yields:
-            Each parameter with its new value.
-        """
-        missing = self.left.shape[1] - left.shape[1]
-        left, right = F.pad(left, (0, missing)), F.pad(right, (0, 0, 0, missing))
-        (a, of_a), (b, of_b) = self.gradients(left, right / self.scaling)
-        if missing:
-            of_a = of_a.clone()
-            of_a[-missing:] = a.detach()[-missing:].to(of_a)
-        yield from ((a, of_a), (b, of_b))
-
-    def added(self, shape: torch.Size) -> Tensor:
-        """Return the update in the shape of the weight, differentiable with respect to the parameters."""
-        return (self.scaling * (self.left @ self.right)).reshape(shape)
+_CHECKED: WeakKeyDictionary[nn.Module, tuple[Any, ...]] = WeakKeyDictionary()
+"""The state in which every adapted layer was last checked, so that training steps do not check it again."""
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -111,9 +46,11 @@ def adapted_parameters(model: nn.Module) -> dict[nn.Parameter, list[LowRank]]:
         The active adapters by base weight; the list is empty for weights whose adapters are inactive or merged.
 
     Raises:
-        UnsupportedError: If a base weight is shared, quantized or missing, or if an adapter is not plain LoRA.
+        UnsupportedError: If a base weight is shared, quantized or missing, or if a layer computes anything else than
+            its base layer with the weight plus these updates.
     """
     found: dict[nn.Parameter, list[LowRank]] = {}
+    unchecked: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         if is_adapted(module):
             weight = _base_weight(module, name)
@@ -122,7 +59,46 @@ def adapted_parameters(model: nn.Module) -> dict[nn.Parameter, list[LowRank]]:
                     f"{name}: the base weight is shared with another layer that has its own adapters, so the two "
                     "effective weights differ: adapt only one of the two layers"
                 )
+            if not _same(_CHECKED.get(module, ()), _state(module, added)):
+                unchecked[module] = name
+    if unchecked:
+        _check(model, unchecked, found)
     return found
+
+
+def _check(
+    model: nn.Module, modules: Mapping[nn.Module, str], adapted: Mapping[nn.Parameter, Collection[LowRank]]
+) -> None:
+    """Check that these layers compute what is assumed, and that no layer without the adapter has the same weight."""
+    users: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and adapted.get(parameter):
+                users.setdefault(parameter, []).append(name)
+    for module, name in modules.items():
+        weight: Any = module.base_layer.weight  # type: ignore[union-attr]
+        added = list(adapted[weight])
+        if len(users.get(weight, ())) > 1:
+            raise UnsupportedError(
+                f"{name}: the base weight is shared by {' and '.join(users[weight])}, but only this layer has the "
+                "adapter, so their effective weights differ: remove the layer from target_modules"
+            )
+        check_update(module, name, added)
+        _CHECKED[module] = _state(module, added)
+
+
+def _state(module: Any, added: Collection[LowRank]) -> tuple[Any, ...]:
+    """What the computation of an adapted layer depends on: its type, its own `forward` if one was patched in, etc."""
+    patched, disabled = id(vars(module).get("forward")), getattr(module, "disable_adapters", False)
+    layer = type(module), patched, module.base_layer, disabled
+    return (*layer, *(part for one in added for part in (one.weight, one.a, one.b, one.scaling, one.transposed)))
+
+
+def _same(known: tuple[Any, ...], state: tuple[Any, ...]) -> bool:
+    """Compare two states, tensors and modules by identity."""
+    return len(known) == len(state) and all(
+        a is b or (isinstance(a, int | float) and a == b) for a, b in zip(known, state, strict=True)
+    )
 
 
 def adapter_parameters(model: nn.Module) -> set[nn.Parameter]:
@@ -137,7 +113,7 @@ def adapter_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 def _base_weight(module: Any, name: str) -> nn.Parameter:
     """Return the weight of the base layer."""
-    weight = getattr(module.base_layer, "weight", None)
+    weight = module.base_layer._parameters.get("weight")
     if not isinstance(weight, nn.Parameter):
         raise UnsupportedError(
             f"{name}: adapters of a {type(module.base_layer).__name__}, which has no parameter `weight`, are not "
@@ -164,9 +140,8 @@ def _active(module: Any, name: str) -> Iterator[LowRank]:
         a, b = (getattr(part[adapter], "weight", part[adapter]) for part in pairs)
         if variants.get(adapter) or getattr(pairs[1][adapter], "bias", None) is not None:
             raise UnsupportedError(
-                f"{name}: adapter {adapter!r} is not plain LoRA (it is DoRA or another variant, or has a bias), so its "
-                "update of the weight is not a product of two matrices: use LoraConfig without use_dora, lora_bias and "
-                "similar options"
+                f"{name}: adapter {adapter!r} of this {described(module)} is not plain LoRA (it is DoRA or another "
+                f"variant, or has a bias), so its update of the weight is not a product of two matrices. {INSTEAD}"
             )
         if getattr(module.base_layer, "groups", 1) != 1:
             raise UnsupportedError(f"{name}: adapters of grouped convolutions are not supported: remove them")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,9 @@ Forward = Callable[[nn.Module, Any], Any]
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 """Keys that are looked up, in this order, to find the targets of a dictionary batch."""
+
+_SHIFTED: WeakKeyDictionary[type[nn.Module], bool] = WeakKeyDictionary()
+"""Whether the outputs of a type of model predict the next token, as the model's own loss has shown."""
 
 
 def check_batches(batches: Any) -> None:
@@ -136,13 +141,13 @@ def call(model: nn.Module, batch: Any, forward: Forward | None) -> tuple[Any, An
     if forward is not None:
         result = forward(model, batch)
         return result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if isinstance(batch, Mapping) and "input_ids" in batch and is_causal(model):
+    if isinstance(batch, Mapping) and _has_tokens(batch) and is_causal(model):
         return next_tokens(model, batch)
     if isinstance(batch, Mapping):
         target = target_key(batch)
-        if target is not None and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        if target is not None and is_encoder_decoder(model):
             return _outputs(model(**batch)), batch[target]  # the model derives the decoder inputs from the labels
-        if not hasattr(model, "config"):
+        if not hasattr(model, "config") and type(model) not in _SHIFTED:
             _warn_of_shifted_labels(batch, target)
         inputs = {key: value for key, value in batch.items() if key != target}
         return _outputs(model(**inputs)), None if target is None else batch[target]
@@ -168,7 +173,7 @@ def targets_of(model: nn.Module, batch: Any) -> Any:
         The targets, or None if the batch has none.
     """
     if isinstance(batch, Mapping):
-        if "input_ids" in batch and is_causal(model):
+        if _has_tokens(batch) and is_causal(model):
             return _following_tokens(batch)
         key = target_key(batch)
         return None if key is None else batch[key]
@@ -181,9 +186,38 @@ def target_key(batch: Mapping[str, Any]) -> str | None:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Return whether a model is a causal language model of transformers, whose outputs predict the next token."""
-    kinds = getattr(model, "loss_type", None), type(model).__name__
-    return any(isinstance(kind, str) and kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
+    """Return whether the outputs of a model of transformers predict the next token.
+
+    The model's own loss decides once it is known (`limpet.model.own_loss`), and before that its name.
+    """
+    known = _SHIFTED.get(type(model))
+    if known is not None:
+        return known
+    kinds = [kind for kind in (getattr(model, "loss_type", None), type(model).__name__) if isinstance(kind, str)]
+    if any(kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds):
+        return True
+    # models of text and images are named like encoder-decoders
+    return any(kind.endswith("ForConditionalGeneration") for kind in kinds) and not is_encoder_decoder(model)
+
+
+def remember_shift(model: nn.Module, shifted: bool) -> None:
+    """Record for this type of model whether its labels are predicted from the position before."""
+    _SHIFTED[type(model)] = shifted
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Return whether a model of transformers has an encoder and a decoder."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def accepts(model: nn.Module, argument: str) -> bool:
+    """Return whether a model's forward has an argument of this name."""
+    return argument in inspect.signature(model.forward).parameters
+
+
+def _has_tokens(batch: Mapping[str, Any]) -> bool:
+    """Return whether a batch has the inputs of a language model, and labels or tokens to predict."""
+    return "input_ids" in batch or ("inputs_embeds" in batch and "labels" in batch)
 
 
 def next_tokens(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -198,7 +232,9 @@ def next_tokens(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Ten
         `input_ids` with -100 at padding.
     """
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    logits = _outputs(model(**inputs, use_cache=False))
+    if hasattr(model, "config"):
+        inputs["use_cache"] = False
+    logits = _outputs(model(**inputs))
     return logits[:, :-1], _following_tokens(batch)
 
 
@@ -233,9 +269,13 @@ def _warn_of_shifted_labels(batch: Mapping[str, Any], target_key: str | None) ->
 
 def _outputs(result: Any) -> Any:
     """Return the field `logits` of a model's result if it has one, otherwise the result itself."""
-    if isinstance(result, Mapping) and "logits" in result:
-        return result["logits"]
-    return getattr(result, "logits", result)
+    logits = result_field(result, "logits")
+    return result if logits is None else logits
+
+
+def result_field(result: Any, name: str) -> Any:
+    """Return a field of a model's result, which may be a mapping or an object; None if it has no such field."""
+    return result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
 
 
 def _describe(batch: Any) -> str:

@@ -190,7 +190,11 @@ def _blocks(
     names: Mapping[nn.Parameter, str],
     module_names: Mapping[nn.Module, str],
 ) -> list[Block]:
-    """Return one block of all the parameters, or one per-sample block each if a module using them is not supported."""
+    """Return one block of all the parameters, or one per-sample block each if no layer class supports them.
+
+    A module without a layer class may hold a parameter only to share it with one that has (the bias of BERT's head).
+    Whether it uses the parameter itself is found out by the audit.
+    """
     full = tuple(names[parameter] for parameter in parameters)
     shapes = tuple(parameter.shape for parameter in parameters)
     layers = []
@@ -198,17 +202,17 @@ def _blocks(
         found = layer_type(module)
         local_names = ("weight", "bias") if len(parameters) == 2 else (local,)
         if found is None or not set(local_names) <= {"weight", "bias"}:
-            return list(map(direct, full, shapes))
+            continue
         reason = found.refuse(module)
         if reason is not None:
             raise CurvatureError(
                 f"the curvature of {module_names[module] or type(module).__name__} cannot be measured: {reason}"
             )
         layers.append(found(module, local_names))
-    if len({(layer.rows, layer.factored) for layer in layers}) > 1:
+    if len({(layer.rows, layer.factored) for layer in layers}) != 1:
         return list(map(direct, full, shapes))
     kind = "+".join(dict.fromkeys(layer.kind for layer in layers))
-    module = places[0][0]
+    module = layers[0].module
     whole = sum(parameter in names for parameter in module._parameters.values()) == len(parameters)
     name = (module_names[module] or "model") if whole else full[0]
     return [Block(name, kind, full, shapes, layers[0].rows, tuple(layers))]

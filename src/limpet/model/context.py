@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -69,6 +70,24 @@ def trainable(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             parameter._backward_hooks = own_hooks
         for parameter in frozen:
             parameter.requires_grad_(False)
+
+
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """Run the body without the forward and backward hooks of a model's modules.
+
+    Args:
+        model: The model.
+    """
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    found = [(module, kind, hooks) for module in model.modules() for kind in kinds if (hooks := vars(module).get(kind))]
+    try:
+        for module, kind, _ in found:
+            vars(module)[kind] = OrderedDict()
+        yield
+    finally:
+        for module, kind, hooks in found:
+            vars(module)[kind] = hooks
 
 
 @contextmanager

@@ -63,7 +63,19 @@ def _wrapped(module: nn.Module) -> Iterator[str]:
     if "base_layer" in children and is_adapted(module):
         yield "base_layer"
     if "modules_to_save" in children and "original_module" in children:
-        yield from (f"modules_to_save.{name}" for name in getattr(module, "active_adapters", ())[:1])
+        active = () if getattr(module, "disable_adapters", False) else getattr(module, "active_adapters", ())
+        yield f"modules_to_save.{active[0]}" if active else "original_module"
+
+
+def replaced_modules(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that a wrapper holds but does not run: an original, and its copies but for the active one."""
+    found: set[nn.Module] = set()
+    for wrapper in model.modules():
+        if "modules_to_save" in wrapper._modules and "original_module" in wrapper._modules:
+            (active,) = _wrapped(wrapper)
+            found.update(wrapper.modules())
+            found.difference_update(wrapper.get_submodule(active).modules())
+    return found
 
 
 def module_names(model: nn.Module) -> dict[nn.Module, str]:

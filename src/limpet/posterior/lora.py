@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from limpet.model import PER_SAMPLE
-from limpet.model.adapters import LowRank
+from limpet.model.low_rank import LowRank
 from limpet.posterior.block_posterior import BlockPosterior
 from limpet.precision import Kronecker, Precision, Rotation
 

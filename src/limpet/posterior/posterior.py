@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from limpet.curvature import Structure
-from limpet.errors import LimpetError, NotProtectedWarning, warn
-from limpet.model import PER_SAMPLE, Block, full_precision, named_parameters
-from limpet.model.adapters import LowRank, adapted_parameters
+from limpet.errors import LimpetError, UnsupportedError
+from limpet.model import PER_SAMPLE, Block, full_precision, is_excluded, named_parameters
+from limpet.model.adapters import adapted_parameters
+from limpet.model.low_rank import LowRank
+from limpet.model.names import replaced_modules
 from limpet.posterior.block_posterior import BlockPosterior
 from limpet.posterior.lora import LoRAPenalty
 from limpet.posterior.sharding import BlockSharding, reject_sharded
@@ -65,19 +68,76 @@ class Posterior:
         self.sharding = BlockSharding.of(model)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the model's parameters by name."""
-        return named_parameters(self.model)
+        """Return the model's parameters by name.
+
+        Raises:
+            UnsupportedError: If the model has lost a parameter that was measured.
+        """
+        found = named_parameters(self.model)
+        for held in self.held.values():
+            if held.tasks and not all(name in found for name in held.block.parameters):
+                raise _unreachable(self.model, held.block, found)
+        return found
+
+    def unreachable(self) -> dict[str, torch.Size]:
+        """Return the parameters with tasks that the model no longer has, with their shapes."""
+        found = named_parameters(self.model)
+        return {
+            name: shape
+            for held in self.held.values()
+            for name, shape in zip(held.block.parameters, held.block.shapes, strict=True)
+            if held.tasks and name not in found
+        }
+
+    def drop(self, patterns: Collection[str]) -> list[str]:
+        """Remove the blocks of which the name or a parameter matches one of these patterns, and return their names."""
+        blocks = [held.block for held in self.held.values()] if self.sharding is None else self.sharding.blocks.values()
+        gone = [b.name for b in blocks if any(is_excluded(name, patterns) for name in (b.name, *b.parameters))]
+        self.held = {name: held for name, held in self.held.items() if name not in gone}
+        if self.sharding is not None:
+            self.sharding.blocks = {name: one for name, one in self.sharding.blocks.items() if name not in gone}
+        return gone
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the effective weights by name: base weights plus the updates of their adapters.
 
         For a sharded model this is a collective that gathers the parameters of the blocks that this rank owns.
+
+        Raises:
+            UnsupportedError: If the effective weight of a measured parameter is not known.
         """
         parameters, adapted = self.parameters(), adapted_parameters(self.model)
+        self._check_sharing()
         if self.sharding is not None:
+            if any(adapted.values()):
+                reject_sharded(self.sharding, "a memory of a model with adapters", "merge the adapters into the model")
             exchange = self.sharding.exchange(parameters)
             return exchange.bring({name: parameters[name] for name in exchange.layouts})
         return _EffectiveWeights(parameters, adapted) if adapted else parameters
+
+    def _check_sharing(self) -> None:
+        """Raise if a measured weight that several layers shared is no longer shared by all of them."""
+        shared = {
+            name: held.block
+            for held in self.held.values()
+            if held.tasks
+            for name in held.block.parameters[:1]
+            if len(held.block.layers) > 1
+        }
+        if not shared:
+            return
+        parameters, replaced = named_parameters(self.model), replaced_modules(self.model)
+        running = (module for module in self.model.modules() if module not in replaced)
+        held_by = Counter(p for module in running for p in module._parameters.values() if p is not None)
+        for name, block in shared.items():
+            uses = held_by[parameters[name]]
+            if uses < len(block.layers):
+                raise UnsupportedError(
+                    f"{name} was measured as the weight of {len(block.layers)} layers ({block.kind}), but only "
+                    f"{uses} of them have it now, and the memory does not see what happens to the others: if an "
+                    "adapter has made a copy for one of them, keep the copies tied (in peft: ensure_weight_tying=True) "
+                    "or remove the layer from modules_to_save"
+                )
 
     def lora_penalties(self) -> dict[str, LoRAPenalty]:
         """Return the penalties of the blocks that train through adapters, by name."""
@@ -228,7 +288,7 @@ class Posterior:
                 self.held.update({piece.block.name: piece for piece in held.as_diagonals()})
 
     def _drop_deleted(self) -> None:
-        """Drop blocks whose parameters the model no longer has; raise if a parameter changed its shape."""
+        """Drop blocks without tasks whose parameters the model no longer has; raise if a measured one changed."""
         weights = self.parameters()
         for name, held in list(self.held.items()):
             shapes = dict(zip(held.block.parameters, held.block.shapes, strict=True))
@@ -240,8 +300,6 @@ class Posterior:
                     f"{tuple(weights[other[0]].shape)} now: if it is a growing head, create the memory with "
                     f"exclude=[{name!r}]"
                 )
-            if gone and held.tasks:
-                warn(f"the model no longer has {gone[0]}: its block is dropped from the memory", NotProtectedWarning)
             if gone or other:
                 del self.held[name]
 
@@ -288,3 +346,21 @@ class Posterior:
     def nbytes(self) -> int:
         """Size of all tensors stored by this rank, in bytes."""
         return sum(held.nbytes for held in self.held.values())
+
+
+def _unreachable(model: nn.Module, block: Block, found: Collection[str]) -> UnsupportedError:
+    """Create the error for a measured block of which the model no longer has a parameter under its name."""
+    parameter = next(name for name in block.parameters if name not in found)
+    module, path = model, list[str]()
+    for part in parameter.split(".")[:-1]:
+        inner = module._modules.get(part)
+        if inner is None:
+            break
+        module, path = inner, [*path, part]
+    return UnsupportedError(
+        f"{parameter} was measured, but the model no longer has it, so its displacement is unknown "
+        f"({'.'.join(path) or 'the model'} is a {type(module).__module__}.{type(module).__qualname__} now). If an "
+        "adapter or another wrapper has replaced the layer, it is not one that limpet knows: use LoRA "
+        "(peft.LoraConfig), or merge the adapter into the model first (model.merge_and_unload()). If the layer was "
+        f"removed on purpose, call memory.drop([{block.name!r}])"
+    )

@@ -107,6 +107,10 @@ def report(posterior: Posterior, title: str, *, exclude: Collection[str], unused
             rows.append(
                 ParameterRow(name, shape, held.block.name, described(held.precision), _share(held, name), True, note)
             )
+    for name, lost in posterior.unreachable().items():
+        note = "measured, but no longer in the model: removed, renamed or wrapped"
+        held = places[name]
+        rows.append(ParameterRow(name, tuple(lost), held.block.name, "", _share(held, name), False, note))
     for name, size in running_statistics(posterior.model).items():
         rows.append(ParameterRow(name, size, "", "", 0, False, "running statistics: they follow the newest data"))
     return Report(title, tuple(rows), posterior.nbytes)
