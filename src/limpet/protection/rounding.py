@@ -26,6 +26,8 @@ from limpet.protection.bound_block import Group
 class Rounding:
     """The exact values of half-precision weights. Weights in float32 or wider are passed through.
 
+    Its methods are to be called under `torch.no_grad()`.
+
     Args:
         residual: The residuals by parameter name, updated in place.
     """
@@ -40,12 +42,10 @@ class Rounding:
         """Keep residuals for those of the parameters that are in half precision and not sharded."""
         self._tracked = {name: p for name, p in parameters.items() if is_half(p) and not is_sharded(p)}
 
-    @torch.no_grad()
     def before_step(self) -> None:
         """Remember the weights before a step."""
         self._before = {name: p.clone() for name, p in self._tracked.items() if p.grad is not None}
 
-    @torch.no_grad()
     def after_step(self, state: Mapping[Any, Any], group_of: Mapping[nn.Parameter, Group]) -> None:
         """Compute the exact weights after a step of SGD.
 
@@ -63,7 +63,6 @@ class Rounding:
             self._exact[name] = exact + self._residual[name] if name in self._residual else exact
         self._before = {}
 
-    @torch.no_grad()
     def reopen(self) -> None:
         """Compute the exact weights between two steps."""
         known = self._residual
@@ -83,7 +82,6 @@ class Rounding:
         self._residual[name] = weight.float() - parameter.float()
         self._exact.pop(name, None)
 
-    @torch.no_grad()
     def settle(self) -> None:
         """Write the exact weights that are still open to their parameters."""
         for name, exact in list(self._exact.items()):

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from limpet.distributed import is_sharded, local
 
 SAMPLED = 64
-"""Number of entries of a weight that are compared."""
+"""Number of entries of a weight that are compared, about."""
 
 FEW = 3
-"""Number of weights of which entries are compared."""
+"""Number of weights of which entries are compared with those at the beginning; with the last mark, only the largest."""
 
 
 class WeightWatch:
@@ -37,8 +37,10 @@ class WeightWatch:
         self._addressed = not any(map(is_sharded, self.parameters))
         self.writes = 0
         self._changed: list[Tensor] = []
+        self._views: list[Tensor] = []  # of the entries that are compared
+        self._viewed: list[int] = []  # the addresses of the weights when the views were made
         self._suspicious = False  # without a reason to suspect something, entries are not compared in every step
-        self._start = self._sample()
+        self._start = self._sample(FEW)
         self.mark(sample=True)
 
     @property
@@ -54,14 +56,13 @@ class WeightWatch:
         """
         self._state = self._now()
         self._entries = self._sample() if sample or self._suspicious else None
-        self._suspicious = False
 
     def look(self) -> None:
         """Count what has happened to the weights since the last mark, without waiting for the device."""
         now = self._now()
-        if now == self._state:
+        self._suspicious = now != self._state
+        if not self._suspicious:
             return
-        self._suspicious = True
         self.writes += max(new[0] - old[0] for new, old in zip(now, self._state, strict=True))
         if self._entries is not None:
             self._changed = [torch.stack([*self._changed, self._differs(self._entries)]).sum(0)]
@@ -81,13 +82,12 @@ class WeightWatch:
         return [(parameter._version, 0) for parameter in self.parameters]
 
     @torch.no_grad()
-    def _sample(self) -> list[Tensor]:
-        """Some entries of some of the weights."""
-        found = []
-        for parameter in self._few:
-            flat = local(parameter).reshape(-1)
-            found.append(flat[:: max(len(flat) // SAMPLED, 1)].clone())
-        return found
+    def _sample(self, count: int = 1) -> list[Tensor]:
+        """Some entries of this many weights."""
+        addresses = [parameter.data_ptr() for parameter in self._few] if self._addressed else []
+        if not addresses or addresses != self._viewed:
+            self._views, self._viewed = [_grid(local(parameter)) for parameter in self._few], addresses
+        return [view.clone() for view in self._views[:count]]
 
     @torch.no_grad()
     def _differs(self, entries: list[Tensor]) -> Tensor:
@@ -95,6 +95,12 @@ class WeightWatch:
         device = entries[0].device if entries else None
         found = [
             ~torch.isclose(a.to(device), b.to(device), rtol=0, atol=0, equal_nan=True).all()
-            for a, b in zip(entries, self._sample(), strict=True)
+            for a, b in zip(entries, self._sample(len(entries)), strict=True)
         ]
         return torch.stack(found).any().long() if found else torch.tensor(0)
+
+
+def _grid(tensor: Tensor) -> Tensor:
+    """Return a view of entries on a regular grid; unlike `reshape`, slices never copy."""
+    side = round(SAMPLED ** (1 / max(tensor.dim(), 1)))
+    return tensor[tuple(slice(None, None, max(size // side, 1)) for size in tensor.shape)]
