@@ -25,6 +25,7 @@ from limpet.methods.load import load
 from limpet.methods.repair import repair
 from limpet.model import unwrapped
 from limpet.model.batch import is_causal
+from limpet.protection.summary import ProtectionSummary
 
 IGNORED = -100
 MEASURED = 10_000
@@ -36,6 +37,8 @@ class MemoryCallback(TrainerCallback):
 
     The forecast and the penalty are logged with the loss. Every checkpoint of the Trainer includes the memory, and
     `resume_from_checkpoint` restores it.
+
+    What the protection did is logged when it ends, and kept in `callback.summary`.
 
     With `repair`, the model is trained without protection and repaired at the end. Forecast, loss and drift before and
     after the repair are appended to `trainer.state.log_history`, and the repair can be undone through
@@ -81,6 +84,7 @@ class MemoryCallback(TrainerCallback):
                 "budget= applies to protection, which is off: to repair within a budget, pass repair={'budget': ...}"
             )
         self.repaired: Repair | None = None
+        self.summary: ProtectionSummary | None = None
         self._training = False
         self.examples, self.budget, self.mode, self.every = examples, budget, mode, every
         self.consolidate, self.limit = consolidate, limit
@@ -140,7 +144,10 @@ class MemoryCallback(TrainerCallback):
     ) -> None:
         """End the protection; repair and consolidate if requested."""
         training, self._training = self._training, False
+        protected = self._session is not None
         self.close(finished=True)
+        if protected and self.summary is not None:
+            state.log_history.append({**self.summary.metrics(), "step": state.global_step})
         data: Iterable[Any] = kwargs["train_dataloader"]
         if self.repair is not None and training:
             self._repair(kwargs["model"], data, state)
@@ -170,7 +177,7 @@ class MemoryCallback(TrainerCallback):
         """
         session, self._session = self._session, None
         if session is not None:
-            session.let_go(finished=finished)
+            self.summary = session.let_go(finished=finished)
 
     def _write(self, path: Path, trainer: TrainerState) -> None:
         if not self.memory.sharded and not trainer.is_world_process_zero:
