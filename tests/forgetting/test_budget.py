@@ -228,3 +228,116 @@ def test_a_budget_moves_nothing_that_the_optimizer_does_not_have() -> None:
             optimizer.step()
     assert torch.equal(model.bias, bias)
     assert 0.005 < float(memory.forecast()) <= 0.01 * 1.01
+
+
+# --- one objective: 1/2 d^T (prior + m F) d -------------------------------------------------------------------------
+
+
+def two_tasks(method: Any, structure: str, strengths: tuple[float, float] = (10.0, 10.0)) -> Problem:
+    """A memory of two tasks with different means and strengths, at the second mean."""
+    problem = Problem(structure, Curve(), method=method, strength=strengths[0])
+    with torch.no_grad():
+        problem.model.weight += 0.3 * torch.randn(2, 3, dtype=torch.float64)
+    problem.memory.strength = strengths[1]
+    problem.memory.consolidate([problem.new])
+    problem.memory.history = TaskHistory().learned(80, Curve(), 0.0)
+    problem.mean = problem.model.weight.detach().clone()
+    return problem
+
+
+def dense_penalty(problem: Problem, factor: float) -> Tensor:
+    """1/2 d^T (prior + factor F) d of the unweighted Fisher, written out."""
+    (held,) = problem.memory.posterior.held.values()
+    d = (problem.model.weight.detach() - problem.mean).flatten()
+    L = factor * held.precision.fisher().dense() + 0.5 * torch.eye(6, dtype=torch.float64)
+    return d @ L @ d / 2
+
+
+METHODS = [limpet.OnlineLaplace, limpet.PerTaskLaplace]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("structure", ["kronecker", "diagonal", "dense"])
+@pytest.mark.parametrize("factor", [0.0, 1.0, 5.0])
+@pytest.mark.parametrize("mode", ["proximal", "gradient"])
+def test_both_modes_apply_the_dense_objective(
+    method: Any, structure: str, factor: float, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From anywhere, with mixed strengths: the objective is that of the forecast, whatever the multiplier."""
+    problem = two_tasks(method, structure, (0.5, 7.0))
+    monkeypatch.setattr(Budget, "solve", lambda self, q: factor)
+    monkeypatch.setattr(Budget, "follow", lambda self, q: factor)
+    with torch.no_grad():
+        problem.model.weight += torch.randn(2, 3, dtype=torch.float64)
+    start = problem.model.weight.detach().clone()
+    (held,) = problem.memory.posterior.held.values()
+    L = factor * held.precision.fisher().dense() + 0.5 * torch.eye(6, dtype=torch.float64)
+    optimizer = torch.optim.SGD(problem.model.parameters(), lr=0.1)
+    with pytest.raises(KeyboardInterrupt), problem.memory.protect(optimizer, examples=40, mode=mode, budget=0.1) as one:
+        (0 * problem.model.weight.sum()).backward()
+        before = dense_penalty(problem, 1.0)
+        assert one.penalty() == pytest.approx(float(before) / 40)  # the multiplier is 1 before the first step
+        optimizer.step()
+        assert one.factor == factor
+        assert one.penalty() == pytest.approx(float(dense_penalty(problem, factor)) / 40)
+        raise KeyboardInterrupt  # without the correction at the end
+    d = (start - problem.mean).flatten()
+    if mode == "gradient":
+        expected = d - 0.1 / 40 * (L @ d)
+    else:
+        expected = torch.linalg.solve(torch.eye(6, dtype=torch.float64) + 0.1 / 40 * L, d)
+    assert torch.allclose((problem.model.weight - problem.mean).flatten(), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_a_budget_moves_nothing_where_there_is_no_loss(method: Any, kind: str) -> None:
+    """The mean is where the forecast is 0, so it is a minimum of the penalty for every multiplier."""
+    problem = two_tasks(method, "kronecker")
+    optimizer = getattr(torch.optim, kind)(problem.model.parameters(), lr=0.05)
+    with problem.memory.protect(optimizer, examples=40, budget=0.05):
+        for _ in range(200):
+            optimizer.zero_grad()
+            (0 * problem.model.weight.sum()).backward()
+            optimizer.step()
+    assert torch.allclose(problem.model.weight, problem.mean, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("method", "strengths", "mode"),
+    [
+        (limpet.PerTaskLaplace, (0.0, 0.0), "proximal"),
+        (limpet.OnlineLaplace, (0.0, 4.0), "proximal"),
+        (limpet.PerTaskLaplace, (10.0, 10.0), "gradient"),
+        (limpet.OnlineLaplace, (0.0, 0.0), "gradient"),
+    ],
+)
+def test_a_budget_replaces_the_strengths(method: Any, strengths: tuple[float, float], mode: str) -> None:
+    """The optimum is that of the constrained problem, with any strengths, also where all of them are 0."""
+    problem = two_tasks(method, "dense", strengths)
+    problem.new = Problem._task(2.0)
+    problem.old = torch.zeros(80, 3), torch.zeros(80, 2)  # 80 old examples
+    budget = 0.3 * problem.quadratic(problem.optimum(1e-6))
+    factor = solved(problem, lambda _, q: q - budget)
+    optimizer = problem.sgd(0.02)
+    problem.train(optimizer, steps=600, budget=budget, mode=mode)
+    assert problem.memory.forecast() == pytest.approx(budget, rel=2e-3)
+    optimum = problem.optimum(factor)
+    assert (problem.model.weight - optimum).norm() < 2e-2 * (optimum - problem.mean).norm()
+
+
+def test_the_penalty_of_a_budget_is_reported_as_it_is_applied() -> None:
+    """It does not depend on the strength, which a budget replaces."""
+    values = []
+    for strength in (1.0, 4.0):
+        problem = Problem("kronecker", Curve(), strength=strength)
+        optimizer = problem.sgd()
+        budget = 0.1 * problem.quadratic(problem.optimum(1e-6))
+        with problem.memory.protect(optimizer, examples=40, budget=budget) as protection:
+            for _ in range(50):
+                optimizer.zero_grad()
+                problem.loss().backward()
+                optimizer.step()
+            values.append(protection.penalty())
+            assert values[-1] == pytest.approx(float(dense_penalty(problem, protection.factor)) / 40)
+    assert values[0] == pytest.approx(values[1], rel=1e-6)

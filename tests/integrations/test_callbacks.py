@@ -171,3 +171,76 @@ def test_every_training_has_its_own_number_of_examples(tmp_path: Path) -> None:
         )
         trainer.fit(module, loader)
     assert callback.examples is None and memory.examples == 500
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_best_model_is_returned_as_it_was_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`load_best_model_at_end` replaces the weights between the last step and the end of the protection."""
+    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+    from limpet.integrations.transformers import MemoryCallback
+
+    torch.manual_seed(0)
+    rows = [{"input_ids": ids, "labels": int(ids[0] % 2)} for ids in torch.randint(2, 50, (32, 8))]
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=32, **sizes))
+    memory = limpet.OnlineLaplace(model, strength=100.0, prior_mean="initial", fisher="sampled")
+    memory.consolidate(torch.utils.data.DataLoader(rows, batch_size=16), progress=False)
+    args = TrainingArguments(
+        str(tmp_path),
+        num_train_epochs=3,
+        per_device_train_batch_size=8,
+        learning_rate=0.5,
+        optim="sgd",
+        save_strategy="epoch",
+        eval_strategy="epoch",
+        load_best_model_at_end=True,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    callback = MemoryCallback(memory, every=7)
+    trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows, callbacks=[callback])
+    with caplog.at_level("INFO", logger="limpet"):
+        trainer.train()
+    best = load_file(Path(str(trainer.state.best_model_checkpoint)) / "model.safetensors")
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in best.items())
+    assert callback.summary is not None
+    assert (callback.summary.steps, callback.summary.penalised) == (12, 7)  # 5 steps belong to weights that are gone
+    assert "replaced after the last step" in callback.summary.warnings[0]
+    (logged,) = (entry for entry in trainer.state.log_history if "memory_steps" in entry)
+    assert logged["memory_steps"] == logged["step"] == 12 and logged["memory_penalised_steps"] == 7
+    assert logged["memory_forecast_after"] == pytest.approx(float(memory.forecast()))
+    assert "12 steps, 7 with the penalty" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_logs_what_the_protection_did(tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.loggers import CSVLogger
+
+    from limpet.integrations.lightning import MemoryCallback
+
+    model, x, y = tiny()
+    memory = limpet.OnlineLaplace(model, strength=5.0)
+    memory.consolidate([(x, y)], progress=False)
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = model
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return F.cross_entropy(self.network(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    callback, logger = MemoryCallback(memory), CSVLogger(tmp_path)
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(max_epochs=2, callbacks=[callback], logger=logger, accelerator="cpu", **quiet)
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=20))
+    logger.save()
+    assert callback.summary is not None and callback.summary.steps == callback.summary.penalised == 6
+    written = Path(logger.log_dir, "metrics.csv").read_text()
+    assert "memory_penalised_steps" in written and "memory_forecast_after" in written

@@ -219,7 +219,7 @@ def test_several_adapters_add_up_and_only_the_active_ones_count() -> None:
     wrapped.base_model.set_adapter(["second"])
     second = [p for name, p in wrapped.named_parameters() if ".second." in name and p.requires_grad]
     with memory.protect(torch.optim.AdamW(second, lr=1e-3, weight_decay=0.0), examples=10) as protection:
-        assert {bound.held.block.name for bound in protection._bound} == {"up", "down"}
+        assert {bound.held.block.name for bound in protection.binding.bound} == {"up", "down"}
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_a_new_head_that_peft_keeps_whole_is_seen_under_its_own_name() -> None:
     wrapped = adapted(model, target_modules=["up"], modules_to_save=["down"])
     parameters = [p for p in wrapped.parameters() if p.requires_grad]
     with memory.protect(torch.optim.AdamW(parameters, weight_decay=0.0), examples=10) as protection:
-        bound = {one.held.block.name: one for one in protection._bound}
+        bound = {one.held.block.name: one for one in protection.binding.bound}
         assert set(bound) == {"up", "down"} and bound["down"].lora is None and bound["up"].lora is not None
         assert any(bound["down"].parameters[0] is p for p in parameters)
 

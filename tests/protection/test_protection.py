@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -745,6 +746,7 @@ def test_parameters_may_leave_the_optimizer_between_two_gradients() -> None:
     assert torch.equal(bias, before)
 
 
+@pytest.mark.filterwarnings("ignore:limpet. protected weights are float16")
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_penalty_over_many_examples_does_not_overflow_half_precision(every: int) -> None:
     ends = []
@@ -775,3 +777,75 @@ def test_two_memories_of_one_model_give_the_gradients_back() -> None:
     with memory.protect(optimizer, examples=N), other.protect(optimizer, examples=N):
         optimizer.step()
     assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("modes", "every"),
+    [(("gradient", "gradient"), 1), (("proximal", "gradient"), 2), (("gradient", "proximal"), 1)],
+)
+def test_two_memories_reach_the_minimum_of_both_penalties(modes: tuple[str, str], every: int) -> None:
+    model, memory, x, y = problem(strength=3.0)
+    other = limpet.OnlineLaplace(model, likelihood="gaussian", structure="dense", strength=2.0)
+    set_flat(model, flat(model) + torch.randn(18, dtype=torch.float64))
+    other.consolidate([(x.roll(1, 1), y)])
+    weights = nn.Parameter(flat(model))
+
+    def objective(w: Tensor) -> Tensor:
+        named = {"weight": w[:15].reshape(3, 5), "bias": w[15:]}
+        penalties = [one.posterior.held["model"].value(named) for one in (memory, other)]
+        return (x @ named["weight"].T + named["bias"] - y).square().sum() / (2 * N) + sum(penalties) / N
+
+    gradient = torch.autograd.functional.jacobian(objective, weights.detach())
+    target = weights.detach() - torch.linalg.solve(
+        torch.autograd.functional.hessian(objective, weights.detach()), gradient
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02 / every, momentum=0.9)
+    with (
+        memory.protect(optimizer, examples=N, mode=modes[0], every=every),
+        other.protect(optimizer, examples=N, mode=modes[1], every=every),
+    ):
+        train(model, optimizer, x, y, 500 * every)
+    close(flat(model), target, 1e-4)
+
+
+def test_a_second_proximal_step_on_the_same_weights_is_refused() -> None:
+    model, memory, x, y = problem()
+    other = limpet.OnlineLaplace(model, likelihood="gaussian")
+    other.consolidate([(x, y)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with memory.protect(optimizer, examples=N):
+        with pytest.raises(UnsupportedError, match="mode='gradient'"), other.protect(optimizer, examples=N):
+            pass
+        with other.protect(optimizer, examples=N, mode="gradient"):
+            train(model, optimizer, x, y, 1)
+        with other.protect(torch.optim.SGD(model.parameters(), lr=0.01), examples=N):
+            pass  # of another optimizer
+    with other.protect(optimizer, examples=N):
+        train(model, optimizer, x, y, 1)
+
+    two = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)).double()
+    both = [limpet.OnlineLaplace(two, likelihood="gaussian", exclude=[two[i]]) for i in range(2)]
+    for one in both:
+        one.consolidate([(x, y[:, :2])])
+    optimizer = torch.optim.SGD(two.parameters(), lr=0.01)
+    with both[0].protect(optimizer, examples=N), both[1].protect(optimizer, examples=N):
+        train(two, optimizer, x, y[:, :2], 1)  # of other weights
+
+
+def test_an_observer_sees_the_gradient_of_the_loss_beside_another_memory() -> None:
+    model, memory, x, y = problem()
+    seen: list[list[Tensor]] = []
+    for beside in (False, True):
+        set_flat(model, torch.ones(18, dtype=torch.float64))
+        importance = limpet.SynapticIntelligence(model)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        with contextlib.ExitStack() as stack:
+            if beside:
+                stack.enter_context(memory.protect(optimizer, examples=N))
+            stack.enter_context(importance.protect(optimizer, examples=N))
+            train(model, optimizer, x, y, 1)
+        assert importance._watch is not None
+        moved = flat(model) - 1
+        path = torch.cat([tensor.flatten() for tensor in importance._watch.path.values()])
+        seen.append([path / moved])  # - gradient of the loss
+    close(seen[1][0], seen[0][0], 1e-9)

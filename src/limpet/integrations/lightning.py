@@ -16,10 +16,13 @@ from limpet.errors import LimpetError, NotProtectedWarning, warn
 from limpet.integrations.training_session import TrainingSession
 from limpet.methods import Memory
 from limpet.model import Forward
+from limpet.protection.summary import ProtectionSummary
 
 
 class MemoryCallback(Callback):
     """Lightning callback that protects earlier tasks during training, and logs the forecast and the penalty.
+
+    What the protection did is logged when it ends, and kept in `callback.summary`.
 
     Lightning's checkpoints include the state of the memory, unless it is sharded.
 
@@ -54,6 +57,7 @@ class MemoryCallback(Callback):
         self.examples, self.budget, self.mode, self.every = examples, budget, mode, every
         self.log_every, self.consolidate, self.limit, self.forward = log_every, consolidate, limit, forward
         self._session: TrainingSession | None = None
+        self.summary: ProtectionSummary | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the protection."""
@@ -85,6 +89,9 @@ class MemoryCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the protection, and consolidate the task if requested."""
         session = self._end(finished=True)
+        if session is not None and self.summary is not None:
+            for logger in trainer.loggers:
+                logger.log_metrics(self.summary.metrics(), step=trainer.global_step)
         if self.consolidate and session is not None:
             loader: Any = trainer.train_dataloader
             self.memory.consolidate(loader, examples=session.examples, limit=self.limit, forward=self.forward)
@@ -96,7 +103,7 @@ class MemoryCallback(Callback):
     def _end(self, *, finished: bool) -> TrainingSession | None:
         session, self._session = self._session, None
         if session is not None:
-            session.let_go(finished=finished)
+            self.summary = session.let_go(finished=finished)
         return session
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
 from limpet.errors import LimpetError
 from limpet.methods import Memory
+from limpet.protection.summary import ProtectionSummary
 
 
 class TrainingSession:
@@ -24,9 +26,19 @@ class TrainingSession:
         self.memory, self.examples = memory, examples
         self._protection = memory.protect(optimizer, examples=examples, **options).__enter__()
 
-    def let_go(self, *, finished: bool) -> None:
-        """End the protection. With `finished=False`, it is exited as if the body had raised an error."""
+    def let_go(self, *, finished: bool) -> ProtectionSummary:
+        """End the protection, and log what it did.
+
+        Args:
+            finished: Whether training has completed. If not, it is exited as if the body had raised an error.
+
+        Returns:
+            The summary of the protection.
+        """
         self._protection.__exit__(None if finished else LimpetError)
+        summary = self._protection.summary()
+        logging.getLogger("limpet").info("protection: %s", summary)
+        return summary
 
     @torch.no_grad()
     def logged(self) -> dict[str, float]:

@@ -23,6 +23,7 @@ from limpet.io.hub import FILE
 from limpet.methods import Memory, state_dict
 from limpet.methods.load import load
 from limpet.methods.repair import repair
+from limpet.protection.summary import ProtectionSummary
 
 MEASURED = 10_000
 """Default number of examples (or tokens) from which a repair estimates the curvature."""
@@ -33,6 +34,8 @@ class MemoryCallback(TrainerCallback):
 
     The forecast and the penalty are logged with the loss. Every checkpoint of the Trainer includes the memory, and
     `resume_from_checkpoint` restores it.
+
+    What the protection did is logged when it ends, and kept in `callback.summary`.
 
     With `repair`, the model is trained without protection and repaired at the end. Forecast, loss and drift before and
     after the repair are appended to `trainer.state.log_history`, and the repair can be undone through
@@ -78,6 +81,7 @@ class MemoryCallback(TrainerCallback):
                 "budget= applies to protection, which is off: to repair within a budget, pass repair={'budget': ...}"
             )
         self.repaired: Repair | None = None
+        self.summary: ProtectionSummary | None = None
         self._training = False
         self.examples, self.budget, self.mode, self.every = examples, budget, mode, every
         self.consolidate, self.limit = consolidate, limit
@@ -137,7 +141,10 @@ class MemoryCallback(TrainerCallback):
     ) -> None:
         """End the protection; repair and consolidate if requested."""
         training, self._training = self._training, False
+        protected = self._session is not None
         self.close(finished=True)
+        if protected and self.summary is not None:
+            state.log_history.append({**self.summary.metrics(), "step": state.global_step})
         data: Iterable[Any] = kwargs["train_dataloader"]
         if self.repair is not None and training:
             self._repair(kwargs["model"], data, state)
@@ -167,7 +174,7 @@ class MemoryCallback(TrainerCallback):
         """
         session, self._session = self._session, None
         if session is not None:
-            session.let_go(finished=finished)
+            self.summary = session.let_go(finished=finished)
 
     def _write(self, path: Path, trainer: TrainerState) -> None:
         if not self.memory.sharded and not trainer.is_world_process_zero:

@@ -274,6 +274,7 @@ class Memory(ABC):
             self.posterior,
             optimizer,
             examples=examples,
+            forecast=self.forecast,
             every=every,
             mode=mode,
             reduction=reduction,

@@ -103,6 +103,7 @@ def collect(
         if sharding is not None:
             control_variate = sharding.exchange(posterior.parameters()).bring(control_variate)
         tensors.update({f"force/{name}": tensor.clone() for name, tensor in control_variate.items()})
+        tensors.update({f"residual/{name}": tensor.clone() for name, tensor in proximal.residual.items()})
     if sharding is not None:
         found = {entry["name"]: entry for some in sharding.ranks.gather(blocks) for entry in some}
         blocks = [found[name] for name in posterior.names if name in found]
@@ -381,6 +382,11 @@ def _restore_proximal(
         names = set().union(*sharding.ranks.gather(set(whole)))
         pieces = sharding.exchange(weights).give(whole, names)
         state.control_variate = {name: shard_like(weights[name], piece) for name, piece in pieces.items()}
+    for key in tensors.under("residual/"):
+        residual, weight = tensors.take(key), weights[key.removeprefix("residual/")]
+        if residual.shape != weight.shape:
+            raise ValueError(f"{key} has shape {tuple(residual.shape)}, expected {tuple(weight.shape)}")
+        state.residual[key.removeprefix("residual/")] = residual.to(weight.device, torch.float32)
     return state
 
 

@@ -71,7 +71,7 @@ class LoRAPenalty:
         self._known: tuple[Any, Tensor | None] = (None, None)  # state of the base weights, and base - mean
         linear_term = held.linear_term
         self.linear_term = None if linear_term is None else self.sides().into(linear_term)
-        self.product = self._product(held.precision)
+        self.product = self._product(held.precision) if linear_term is None else None
         self.fisher_product = self._product(held.precision.fisher())
 
     def sides(self) -> Rotation:
@@ -112,7 +112,7 @@ class LoRAPenalty:
 
     def _product(self, precision: Precision) -> KroneckerSpectrum | None:
         """The precision as prior + Q (x) H; None if it does not have this form or the block is per-sample."""
-        found = precision.separable() if isinstance(precision, Kronecker) and self.linear_term is None else None
+        found = precision.separable() if isinstance(precision, Kronecker) else None
         if found is None or self.held.block.kind == PER_SAMPLE:
             return None
         h, q = (values.to(self.held.mean) for values in found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ class ProximalState:
         pending: S, the sum of the step sizes since the last proximal step, by block.
         multiplier: State of the budget, `Budget.state`; None without a budget.
         mode: "proximal" or "gradient".
+        residual: The part of half-precision weights that rounding removed, by parameter (`limpet.protection.rounding`).
     """
 
     every: int = 1
@@ -40,6 +41,7 @@ class ProximalState:
     pending: dict[str, float] = field(default_factory=dict)
     multiplier: float | None = None
     mode: str = "proximal"
+    residual: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -78,7 +80,7 @@ class BoundBlock(SteppedBlock):
     Attributes:
         held: The posterior of the block.
         apply: Multiplies by the precision, prepared for repeated use; None to use the posterior's own.
-        spectrum: Spectrum of the precision; only with a budget.
+        spectrum: Spectrum of the Fisher, together with the prior; only with a budget.
         lora: The penalty in terms of the adapters' factors; None if the block has no adapters.
         adapter_groups: The parameter groups of the adapters' parameters.
     """
@@ -114,51 +116,48 @@ class BoundBlock(SteppedBlock):
         return self.held.gradient(d, self.apply) if self.lora is None else self.lora.pull(d)
 
     def multiplied_gradient(self, coordinates: Tensor, factor: float) -> Tensor:
-        """Compute the gradient of the penalty with every strength multiplied by a factor.
+        """Compute the gradient (prior + factor F) d of the penalty with a budget.
 
         Args:
-            coordinates: w - mean in the eigenbasis of the spectrum.
-            factor: The factor.
+            coordinates: d = w - mean in the eigenbasis of the spectrum.
+            factor: The multiplier of the Fisher.
 
         Returns:
             The gradient, in the same coordinates as `displacement`.
         """
         assert self.spectrum is not None
-        spectrum, lora = self.spectrum, self.lora
-        gradient = (spectrum.prior + factor * spectrum.total) * coordinates
-        gradient = gradient if lora is not None and lora.rotated else spectrum.back(gradient)
-        linear_term = self.held.linear_term if lora is None else lora.linear_term
-        return gradient if linear_term is None else gradient + linear_term
+        gradient = (self.spectrum.prior + factor * self.spectrum.fisher) * coordinates
+        return gradient if self.lora is not None and self.lora.rotated else self.spectrum.back(gradient)
 
     def penalty_parts(self) -> Iterator[Part]:
         """Yield the gradient of the penalty for every parameter that the optimizer steps."""
-        factored = self._factored_gradient()
-        return self.parts(self.gradient(self.displacement())) if factored is None else factored(1.0)
+        if self.lora is not None and self.lora.product is not None and self._only_factors:
+            return self._stepped_only(self.lora.penalty_gradients(self.lora.product))
+        return self.parts(self.gradient(self.displacement()))
 
     def measured(self) -> tuple[float, Callable[[float], Iterator[Part]]]:
         """Compute 1/2 d^T F d at the current weights.
 
         Returns:
-            The value, and a function that maps a factor to the gradient of the penalty with every strength multiplied
-            by that factor.
+            The value, and a function that maps a multiplier of the Fisher to the gradient of the penalty.
         """
-        factored = self._factored_gradient()
-        if self.lora is not None and factored is not None:
-            return self.lora.rise(), factored
+        lora = self.lora
+        if lora is not None and lora.fisher_product is not None and self._only_factors:
+            product, prior = lora.fisher_product, self.held.precision.prior
+            return lora.rise(), lambda factor: self._stepped_only(
+                lora.penalty_gradients(replace(product.times(factor), prior=prior))
+            )
         assert self.spectrum is not None
         c = self.coordinates()
         return self.spectrum.rise(c, 0.0), lambda factor: self.parts(self.multiplied_gradient(c, factor))
 
-    def _factored_gradient(self) -> Callable[[float], Iterator[Part]] | None:
-        """Return the gradient in closed form in the adapters' factors, as a function of a factor; None if not possible.
+    @property
+    def _only_factors(self) -> bool:
+        """Whether only adapters train and start at the mean, so that gradients have a closed form in their factors.
 
-        It allocates nothing of the size of the weight, and requires that only adapters train and start at the mean.
+        The closed form allocates nothing of the size of the weight.
         """
-        lora = self.lora
-        product = None if lora is None or any(group is not None for group in self.groups) else lora.product
-        if lora is None or product is None or not lora.starts_at_the_mean:
-            return None
-        return lambda factor: self._stepped_only(lora.penalty_gradients(product.times(factor)))
+        return self.lora is not None and all(group is None for group in self.groups) and self.lora.starts_at_the_mean
 
     def _stepped_only(self, gradients: Iterator[tuple[nn.Parameter, Tensor]]) -> Iterator[Part]:
         """Keep the gradients of adapter parameters that the optimizer steps."""
@@ -192,17 +191,23 @@ class ProximalUpdate:
     step: float
 
     def __post_init__(self) -> None:
-        spectrum, linear_term = self.bound.spectrum, self.bound.held.linear_term
-        if spectrum is not None:
-            self.coordinates = spectrum.into(self.d if linear_term is None else self.d - self.step * linear_term)
+        if self.bound.spectrum is not None:
+            self.coordinates = self.bound.spectrum.into(self.d)
 
     def rise(self, factor: float) -> float:
-        """Compute 1/2 d^T F d after the proximal step, with every strength multiplied by `factor`."""
+        """Compute 1/2 d^T F d after a proximal step of the penalty 1/2 d^T (prior + factor F) d."""
         assert self.bound.spectrum is not None
         return self.bound.spectrum.rise(self.coordinates, self.step, factor)
 
     def pulled(self, factor: float | None) -> Tensor:
-        """Compute the displacement after the proximal step, with every strength multiplied by `factor` (None for 1)."""
+        """Compute the displacement after the proximal step.
+
+        Args:
+            factor: The multiplier of the Fisher with a budget; None without one.
+
+        Returns:
+            The displacement.
+        """
         spectrum = self.bound.spectrum
         if factor is None or spectrum is None:
             return self.bound.held.proximal(self.d, self.step)
