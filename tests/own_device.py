@@ -15,6 +15,7 @@ The autograd engine counts devices once, at the first backward of a process, so 
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class Copies:
 
 
 _copies, _active = Copies(), False
+_generators: weakref.WeakSet[torch.Generator] = weakref.WeakSet()
 
 
 def shared(tensor: Tensor, device_type: int) -> Tensor:
@@ -88,8 +90,8 @@ def checked(op: Any, values: list[Any]) -> None:
     for value in values:
         if isinstance(value, Tensor) and not is_own(value) and value.dim():
             raise RuntimeError(f"{op}: expected all tensors to be on the same device, but found {DEVICE} and cpu")
-        if isinstance(value, torch.Generator) and value.device.type != NAME:
-            raise RuntimeError(f"{op}: expected a '{NAME}' device type for generator but found '{value.device.type}'")
+        if isinstance(value, torch._C.Generator) and address(value) not in map(address, _generators):
+            raise RuntimeError(f"{op}: expected a '{NAME}' device type for generator but found 'cpu'")
 
 
 def waits(op: Any, values: list[Any]) -> bool:
@@ -149,8 +151,13 @@ def as_on_cpu(op: Any) -> Any:
     return lambda *args, **kwargs: op.redispatch(keys, *args, **kwargs)
 
 
+def address(generator: torch.Generator) -> int | None:
+    """Return the address of the C++ generator, which a kernel is given in another Python object."""
+    return ctypes.c_void_p.from_address(id(generator) + object.__basicsize__).value
+
+
 class Generator(torch.Generator):
-    """A torch.Generator that can also be one of the device, which from Python cannot be registered."""
+    """A torch.Generator that can also be one of the device, which cannot be registered from Python."""
 
     place: torch.device
 
@@ -158,6 +165,8 @@ class Generator(torch.Generator):
         """Create a generator that draws as the CPU does."""
         found: Generator = super().__new__(cls)
         found.place = torch.device(device)
+        if found.place.type == NAME:
+            _generators.add(found)
         return found
 
     @property
@@ -198,7 +207,8 @@ def register() -> list[Any]:
     for op in (ops.as_strided.default, ops.view.default, ops._reshape_alias.default, ops.unfold.default,
                ops.set_.source_Tensor, ops.set_.source_Storage_storage_offset, ops.view_as_real.default):  # fmt: skip
         aten.impl(op.name(), as_on_cpu(op), "PrivateUse1")
-    for op in (ops.convolution.default, ops.convolution_backward.default):  # torch's own asks for a C++ extension
+    # torch decomposes these into a call of a C++ extension, and into a kernel that resizes its output
+    for op in (ops.convolution.default, ops.convolution_backward.default, ops.mse_loss.default):
         aten.impl(op.name(), lambda *args, op=op, **kwargs: run(op, *args, **kwargs), "PrivateUse1")
     return [hooks, guard, everything, aten]
 

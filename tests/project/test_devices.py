@@ -1,22 +1,78 @@
-"""On every device there is, the same memory as on the CPU."""
+"""On every device there is, the same memory as on the CPU; on a device of our own, without a copy too many."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import limpet
+from own_device import DEVICE, SUPPORTED, Copies, own_device
 from reference import close
 
-DEVICES = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+DEVICES = [f"cuda:{i}" for i in range(torch.cuda.device_count())] + [str(DEVICE)] * SUPPORTED
+needs_own = pytest.mark.skipif(not SUPPORTED, reason="this torch cannot register a backend from Python")
+Found = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def copies() -> Iterator[Copies]:
+    with own_device() as counted:
+        yield counted
 
 
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def data(place: str | torch.device = "cpu", seed: int = 1, likelihood: str = "categorical") -> list[Any]:
+    """Two batches of four vectors."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(8, 4, generator=generator), torch.randn(8, 3, generator=generator)
+    target = {"categorical": y.argmax(1), "bernoulli": (y > 0).float(), "gaussian": y}[likelihood]
+    return [(a.to(place), b.to(place)) for a, b in zip(x.split(4), target.split(4), strict=True)]
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "categorical": nn.functional.cross_entropy,
+    "bernoulli": nn.functional.binary_cross_entropy_with_logits,
+    "gaussian": nn.functional.mse_loss,
+}
+
+
+def train(model: nn.Module, batches: list[Any], optimizer: Any, loss: Any = nn.functional.cross_entropy) -> None:
+    device = next(model.parameters()).device
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss(model(x.to(device)), y.to(device)).backward()
+        optimizer.step()
+
+
+def agree(one: Found, other: Found) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value.device.type == "cpu"
+        assert value.isfinite().all(), name
+        close(value.double(), other[name].double(), 1e-4)
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
+
+
+def numbers(*values: float) -> Tensor:
+    return torch.tensor([float(value) for value in values], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -36,10 +92,7 @@ def test_devices_follow_the_model(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         for _ in range(2):
             with memory.protect(optimizer, examples=8, every=2):
-                for _ in range(3):
-                    optimizer.zero_grad()
-                    nn.functional.cross_entropy(model(x.to(place)), y.to(place)).backward()
-                    optimizer.step()
+                train(model, [(x, y)] * 3, optimizer)
             memory.consolidate([(x, y)])
             adam = torch.optim.Adam(model.parameters(), lr=1e-4)
             with memory.protect(adam, examples=8, mode="gradient"):
@@ -53,3 +106,121 @@ def test_devices_follow_the_model(
         assert torch.equal(again.penalty(), memory.penalty())
         found.append(memory.penalty().detach().cpu())
     close(found[1], found[0], 1e-4)
+
+
+def protected_steps(place: str, given: str, structure: str, mode: str, every: int, budget: float | None) -> Found:
+    model = small().to(place)
+    memory = limpet.OnlineLaplace(model, structure=structure)
+    memory.consolidate(data(given), progress=False)
+    kind = torch.optim.SGD if mode == "proximal" else torch.optim.Adam
+    optimizer = kind(model.parameters(), lr=0.02)
+    with memory.protect(optimizer, examples=8, mode=mode, every=every, budget=budget) as protection:
+        train(model, data(seed=2) * 3, optimizer)
+    return {"weights": weights(model), "penalty": numbers(protection.penalty(), protection.factor)}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "kronecker-sum", "dense"])
+@pytest.mark.parametrize("mode", ["proximal", "gradient"])
+@pytest.mark.parametrize(("every", "budget"), [(1, None), (4, None), (1, 0.01), (4, 0.01)])
+def test_protected_steps(device: str, structure: str, mode: str, every: int, budget: float | None) -> None:
+    wanted = protected_steps("cpu", "cpu", structure, mode, every, budget)
+    agree(protected_steps(device, device, structure, mode, every, budget), wanted)
+
+
+def measured(place: str, given: str, likelihood: str, options: dict[str, Any], path: Path) -> Found:
+    """What a memory knows after two tasks, and after loading."""
+    model = small().to(place)
+    memory = limpet.OnlineLaplace(model, likelihood=likelihood, **options)
+    counted = memory.count(data(given, likelihood=likelihood))
+    memory.consolidate(data(given, likelihood=likelihood), examples=counted, progress=False, probe=6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memory.protect(optimizer, examples=8):
+        train(model, data(seed=2, likelihood=likelihood), optimizer, LOSSES[likelihood])
+    forecast, drift = memory.forecast(), memory.drift(blocks=True)
+    found = {"forecast": numbers(forecast, *forecast.blocks.values()), "drift": numbers(drift, drift.standard_error)}
+    memory.consolidate(data(given, 2, likelihood), limit=6, progress=False)
+    assert "protected" in str(memory.report())
+    memory.save(path / "memory.safetensors")
+    again = limpet.load(path / "memory.safetensors", model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    assert torch.equal(again.penalty(), memory.penalty())
+    found["penalty"] = numbers(memory.penalty().item(), again.drift(), again.forecast())
+    x = data(given)[0][0]
+    for kind in ("probit", "linearised", "sampled"):
+        if kind != "probit" or likelihood != "gaussian":
+            drawn = torch.Generator(place).manual_seed(3)
+            prediction = memory.predictive(x, link_approximation=kind, generator=drawn)
+            found[kind] = prediction.cpu() if isinstance(prediction, Tensor) else prediction.mean.cpu()
+    outputs = memory.output_distribution(x, prior_precision="evidence")
+    return found | {"outputs": outputs.mean.cpu(), "covariance": outputs.covariance.cpu()}
+
+
+MEASURED: dict[str, tuple[str, dict[str, Any]]] = {
+    "categorical": ("categorical", {}),
+    "bernoulli": ("bernoulli", {}),
+    "gaussian": ("gaussian", {}),
+    "exact, diagonal": ("categorical", {"fisher": "exact", "structure": "diagonal"}),
+    "sampled": ("categorical", {"fisher": "sampled", "draws": 2}),
+    "sampled bernoulli": ("bernoulli", {"fisher": "sampled"}),
+    "sampled gaussian": ("gaussian", {"fisher": "sampled"}),
+    "empirical, dense": ("categorical", {"fisher": "empirical", "structure": "dense"}),
+    "automatic strength": ("categorical", {"strength": "auto"}),
+    "smoothing": ("categorical", {"smoothing": 0.1}),
+    "sum, smoothing, automatic": ("categorical", {"structure": "kronecker-sum", "smoothing": 0.1, "strength": "auto"}),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("given", ["cpu", "device"])
+@pytest.mark.parametrize("case", MEASURED)
+def test_what_a_memory_measures(device: str, given: str, case: str, tmp_path: Path) -> None:
+    wanted = measured("cpu", "cpu", *MEASURED[case], tmp_path)
+    agree(measured(device, device if given == "device" else "cpu", *MEASURED[case], tmp_path), wanted)
+
+
+def repaired(place: str, given: str, structure: str, options: dict[str, Any]) -> Found:
+    model = small().to(place)
+    memory = limpet.OnlineLaplace(model, structure=structure)
+    memory.consolidate(data(given), progress=False, probe=8)
+    train(model, data(seed=2) * 4, torch.optim.SGD(model.parameters(), lr=0.5))
+    repair = limpet.repair(model, memory, data(given, seed=2), progress=False, **options)
+    return {"weights": weights(model), "drift": numbers(memory.drift()), "strength": numbers(repair.strength)}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("given", ["cpu", "device"])
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "kronecker-sum", "dense"])
+@pytest.mark.parametrize("options", [{"strength": 0.7}, {"tolerance": 0.05}, {"budget": 0.01}], ids=str)
+def test_repair(device: str, given: str, structure: str, options: dict[str, float]) -> None:
+    wanted = repaired("cpu", "cpu", structure, options)
+    agree(repaired(device, device if given == "device" else "cpu", structure, options), wanted)
+
+
+def adapted(place: str) -> tuple[nn.Module, limpet.OnlineLaplace, Any]:
+    """A memory of a model, and the model with adapters."""
+    peft = pytest.importorskip("peft")
+    model = small().to(place)
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate(data(place), progress=False, probe=8)
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["0", "2"])
+    wrapped = peft.get_peft_model(copy.deepcopy(model).cpu(), config).to(place)
+    assert memory is not None
+    return model, memory, wrapped
+
+
+@needs_own
+def test_mixing_devices_is_an_error() -> None:
+    """The device itself."""
+    x = torch.ones(2, 3, device=DEVICE)
+    assert (x * torch.tensor(2.0)).sum().item() == 12
+    for mixed in (lambda: x + torch.ones(3), lambda: torch.ones(4, 2) @ x, lambda: torch.ones(()).add_(x[0, 0])):
+        with pytest.raises(RuntimeError, match="same device|output"):
+            mixed()
+    with pytest.raises(RuntimeError, match="device type for generator"):
+        torch.randn(3, device=DEVICE, generator=torch.Generator())
+    with pytest.raises(TypeError, match="convert own:0"):
+        x.numpy()
