@@ -218,7 +218,12 @@ _registered = register() if SUPPORTED else []
 
 @contextmanager
 def own_device() -> Iterator[Copies]:
-    """Supply generators of the device, and count copies from 0."""
+    """Supply generators of the device, count copies from 0, and let `nn.Module.to` keep parameters, as on CUDA."""
     _copies.to_host = _copies.to_device = 0
-    with mock.patch.object(torch, "Generator", Generator), mock.patch(f"{__name__}._active", True):
-        yield _copies
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with mock.patch.object(torch, "Generator", Generator), mock.patch(f"{__name__}._active", True):
+            yield _copies
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
