@@ -75,8 +75,10 @@ def on_host(value: Any) -> Any:
     """Return a tensor that shares memory on the CPU; an empty one is new, so that an `out` can be resized."""
     if not is_own(value):
         return value
-    return shared(value, DLPACK_CPU) if value.numel() else torch.empty_strided(
-        value.shape, value.stride(), dtype=value.dtype
+    return (
+        shared(value, DLPACK_CPU)
+        if value.numel()
+        else torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
     )
 
 
