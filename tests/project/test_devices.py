@@ -135,7 +135,10 @@ def protected_steps(place: str, given: str, structure: str, mode: str, every: in
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("structure", ["kronecker", *slow("diagonal", "kronecker-sum", "dense")])
 @pytest.mark.parametrize("mode", ["proximal", "gradient"])
-@pytest.mark.parametrize(("every", "budget"), [(1, None), (4, None), (1, 0.01), (4, 0.01)])
+@pytest.mark.parametrize(
+    ("every", "budget"),
+    [(4, None), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, None), (1, 0.01), (4, 0.01)))],
+)
 def test_protected_steps(device: str, structure: str, mode: str, every: int, budget: float | None) -> None:
     if budget is not None and structure == "kronecker-sum":
         pytest.skip("a Kronecker sum has no budget")
@@ -189,7 +192,7 @@ MEASURED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("given", ["cpu", "device"])
+@pytest.mark.parametrize("given", ["cpu", *slow("device")])
 @pytest.mark.parametrize("case", ["sampled", *slow(*(case for case in MEASURED if case != "sampled"))])
 def test_what_a_memory_measures(device: str, given: str, case: str, tmp_path: Path) -> None:
     wanted = measured("cpu", "cpu", *MEASURED[case], tmp_path)
@@ -206,7 +209,7 @@ def repaired(place: str, given: str, structure: str, options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("given", ["cpu", "device"])
+@pytest.mark.parametrize("given", ["cpu", *slow("device")])
 @pytest.mark.parametrize("structure", ["kronecker", *slow("diagonal", "kronecker-sum", "dense")])
 @pytest.mark.parametrize("options", [{"tolerance": 0.05}, *slow({"strength": 0.7}, {"budget": 0.01})], ids=str)
 def test_repair(device: str, given: str, structure: str, options: dict[str, float]) -> None:
@@ -235,13 +238,14 @@ def low_rank(place: str, given: str, structure: str, every: int, budget: float |
     return found | {"repaired": numbers(memory.forecast(), memory.drift())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("structure", "every", "budget"),
     [
         ("kronecker", 1, None),
-        *(pytest.param(structure, 4, None, marks=pytest.mark.slow) for structure in STRUCTURES),
-        *(pytest.param(structure, 1, 0.05, marks=pytest.mark.slow) for structure in ("diagonal", "kronecker", "dense")),
+        *((structure, 4, None) for structure in STRUCTURES),
+        *((structure, 1, 0.05) for structure in ("diagonal", "kronecker", "dense")),
     ],
 )
 def test_adapters(device: str, structure: str, every: int, budget: float | None) -> None:
@@ -269,7 +273,7 @@ def protected_copies(copies: Copies, prepared: tuple[Any, Any, nn.Module], optio
 @needs_own
 @pytest.mark.parametrize("structure", ["kronecker", *slow("diagonal", "kronecker-sum", "dense")])
 @pytest.mark.parametrize("every", [1, 4])
-@pytest.mark.parametrize("how", ["gradient", "proximal", "adapters"])
+@pytest.mark.parametrize("how", ["gradient", "proximal", *slow("adapters")])
 def test_a_protected_step_copies_nothing(copies: Copies, structure: str, every: int, how: str) -> None:
     """No copy to or from the host beyond those of the optimizer, so the host never waits for the device.
 
@@ -294,7 +298,7 @@ def test_a_protected_step_copies_nothing(copies: Copies, structure: str, every: 
 
 
 @needs_own
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, *slow(torch.optim.Adam)])
 def test_a_step_with_synaptic_intelligence_copies_nothing(copies: Copies, kind: type[torch.optim.Optimizer]) -> None:
     model = small().to(DEVICE)
     memory = limpet.SynapticIntelligence(model)
@@ -316,6 +320,7 @@ def other_methods(place: str, given: str, method: Any) -> Found:
     return {"weights": weights(model), "known": numbers(memory.penalty().item(), memory.forecast())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("method", [limpet.SynapticIntelligence, limpet.ApproximateLaplace])
 def test_the_other_methods(device: str, method: Any) -> None:
@@ -341,7 +346,7 @@ def resumed(place: str, given: str, fisher: str, path: Path) -> Found:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("fisher", ["exact", "sampled"])
+@pytest.mark.parametrize("fisher", ["sampled", *slow("exact")])
 def test_a_pass_with_a_checkpoint(device: str, fisher: str, tmp_path: Path) -> None:
     wanted = resumed("cpu", "cpu", fisher, tmp_path / "cpu")
     agree(resumed(device, device, fisher, tmp_path / "device"), wanted)
@@ -355,7 +360,8 @@ def layers(place: str, given: str, name: str, structure: str) -> Found:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with memory.protect(optimizer, examples=6, mode="gradient"):
         train(model, batches, optimizer)
-    return {"weights": weights(model), "known": numbers(memory.penalty().item(), memory.forecast())}
+    # not the forecast itself: the loss curve is measured at random weights drawn in an eigenbasis, which is not unique
+    return {"weights": weights(model), "known": numbers(memory.penalty().item(), memory.forecast().quadratic)}
 
 
 @pytest.mark.slow
@@ -384,7 +390,7 @@ def language(place: str, given: str) -> Found:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("given", ["cpu", "device"])
+@pytest.mark.parametrize("given", ["cpu", *slow("device")])
 def test_language_models(device: str, given: str) -> None:
     agree(language(device, device if given == "device" else "cpu"), language("cpu", "cpu"))
 
