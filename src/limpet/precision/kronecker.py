@@ -298,7 +298,7 @@ class Kronecker(Precision):
     def proximal(self, v: Tensor, step: float) -> Tensor:
         """Return the proximal step (I + step L)^-1 v, elementwise in the eigenbasis."""
         factor, values = self.values.factored
-        one = values.new_tensor(1 + step * self.prior)
+        one = values.new_full((), 1 + step * self.prior)  # filled on the device: new_tensor copies from the host
         proximal_denominator = torch.add(one, values, alpha=step * factor)
         sides = self.sides()
         if self.rounded:  # rotate only the change, so that what the penalty leaves alone is not rounded
