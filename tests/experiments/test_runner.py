@@ -160,7 +160,7 @@ def test_a_run_is_the_loop_that_a_person_would_write(tmp_path: Path) -> None:
         seen = range(min(number + 2, 3))
         rows.append([round(score(model, sequence.examples(i, "test"), 0, 1000).accuracy, 4) for i in seen])
     assert record.accuracy == rows
-    other = limpet.load(tmp_path / "run" / "memory.safetensors", build("mlp", {"hidden": [8]}, (6,), (4,), seed=1))
+    other = limpet.load(tmp_path / "run" / "memory.safetensors", model)
     for name, held in memory.posterior.held.items():
         torch.testing.assert_close(other.posterior.held[name].mean, held.mean)
 
