@@ -61,6 +61,44 @@ def test_the_command_reads_a_configuration_and_nothing_else(tmp_path: Path, comm
     ]
 
 
+@pytest.mark.parametrize(
+    "listed", ["BertForSequenceClassification", "BertForMaskedLM", "BertForTokenClassification", "BertModel"]
+)
+def test_the_model_is_of_the_class_that_the_configuration_names(tmp_path: Path, listed: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1}
+    config = transformers.BertConfig(**sizes, num_attention_heads=2, num_labels=3)
+    original = getattr(transformers, listed)(config)
+    original.save_pretrained(tmp_path / "small")
+    model = blueprint(str(tmp_path / "small"))
+    assert type(model).__name__ == listed
+    shapes = {name: parameter.shape for name, parameter in original.named_parameters()}
+    assert {name: parameter.shape for name, parameter in model.named_parameters()} == shapes
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_configuration_without_a_class_is_planned_as_a_causal_language_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=40, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    config.save_pretrained(tmp_path / "small")
+    assert type(blueprint(str(tmp_path / "small"))).__name__ == "GPT2LMHeadModel"
+
+
+def test_a_class_that_transformers_does_not_have_is_named(tmp_path: Path, command: Command) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.GPT2Config(architectures=["SomebodysOwnModel"]).save_pretrained(tmp_path / "small")
+    code, _, error = command("--model", "small")
+    assert code == 2 and "small is a SomebodysOwnModel, which transformers" in error
+
+
+def test_an_unreachable_hub_is_the_reason(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, _, error = command("--model", "somebody/some-model")
+    assert code == 2 and "somebody/some-model is not a local path, and the Hub cannot be reached" in error
+    assert "configuration" not in error and "language model" not in error
+
+
 FACTORY = """
 from torch import nn
 
@@ -87,7 +125,7 @@ def test_the_command_calls_a_factory_on_the_meta_device(tmp_path: Path, command:
         (["--model", "torch.nn:Linear"], "failed on the meta device: TypeError"),
         (["--model", "torch:zeros_like"], "failed on the meta device"),
         (["--model", "builtins:dict"], "returned a dict, not a torch.nn.Module"),
-        (["--model", "."], "is not a causal language model with a readable configuration"),
+        (["--model", "."], "has no readable configuration"),
         (["--model", "torch.nn:Identity"], "nothing to protect"),
         (["--model", "mine:network", "--structure", "diag"], "structure must be one of"),
         (["--model", "mine:network", "--structure", "dense"], "use structure='kronecker'"),

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from torch import Tensor, nn
 
 import limpet
-from limpet.errors import LimpetError
-from limpet.experiments import METHODS, SEQUENCES, Examples, Recipe, Record, TaskSequence, Watcher, load_preset, run
+from limpet.errors import LimpetError, NotProtectedWarning
+from limpet.experiments import (
+    METHODS,
+    NETWORKS,
+    SEQUENCES,
+    Examples,
+    Network,
+    Recipe,
+    Record,
+    TaskSequence,
+    Watcher,
+    load_preset,
+    run,
+)
 from limpet.experiments.methods import Method
 from limpet.experiments.metrics import score
 from limpet.experiments.networks import build
@@ -160,7 +175,7 @@ def test_a_run_is_the_loop_that_a_person_would_write(tmp_path: Path) -> None:
         seen = range(min(number + 2, 3))
         rows.append([round(score(model, sequence.examples(i, "test"), 0, 1000).accuracy, 4) for i in seen])
     assert record.accuracy == rows
-    other = limpet.load(tmp_path / "run" / "memory.safetensors", build("mlp", {"hidden": [8]}, (6,), (4,), seed=1))
+    other = limpet.load(tmp_path / "run" / "memory.safetensors", model)
     for name, held in memory.posterior.held.items():
         torch.testing.assert_close(other.posterior.held[name].mean, held.mean)
 
@@ -186,6 +201,66 @@ def test_validation_is_held_out_and_stops_early(tmp_path: Path) -> None:
 def test_divergence_is_said(tmp_path: Path) -> None:
     with pytest.raises(LimpetError, match=r"diverged in epoch \d of task 1: try a smaller training.lr"):
         run(recipe("fine-tuning", training={"lr": 1e9}), tmp_path / "run")
+
+
+def test_divergence_under_a_penalty_that_is_skipped_names_that_setting(tmp_path: Path) -> None:
+    first = Run(recipe(memory={"every": 4}), RunFolder(tmp_path), Watcher(), 1e9)
+    training = first._training(1)
+    with torch.no_grad():
+        next(first.model.parameters()).fill_(math.nan)
+    with pytest.raises(LimpetError, match=r"of task 2: try memory.every=1 \(now 4\), or a smaller training.lr"):
+        training.epoch(lambda *_: None)
+    other = first._training(0)
+    with pytest.raises(LimpetError, match=r"of task 1: try a smaller training.lr"):
+        other.epoch(lambda *_: None)
+
+
+@NETWORKS.register("test-normed")
+def normed(shape: tuple[int, ...], heads: tuple[int, ...]) -> nn.Module:
+    """One hidden layer with batch norm."""
+    return Network(nn.Sequential(nn.Linear(shape[0], 8), nn.BatchNorm1d(8), nn.ReLU()), 8, heads)
+
+
+@pytest.mark.parametrize("method", ["online-laplace", "fine-tuning", "si"])
+def test_frozen_batch_norm_keeps_the_statistics_of_the_first_task(method: str, tmp_path: Path) -> None:
+    statistics: dict[bool, list[Tensor]] = {False: [], True: []}
+    network = {"name": "test-normed", "options": {}}
+    for frozen, after in statistics.items():
+        chosen = recipe(method, network=network, training={"freeze_batch_norm": frozen})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            one = Run(chosen, RunFolder(tmp_path / str(frozen)), Watcher(), 1e9)
+        norm = one.model.get_submodule("body.1")
+        assert isinstance(norm, nn.BatchNorm1d) and norm.running_mean is not None
+        weights = []
+        for _ in one.learn():
+            after.append(norm.running_mean.clone())
+            weights.append(norm.weight.detach().clone())
+        assert not torch.equal(weights[0], weights[1])  # weights are trained either way
+    assert torch.equal(statistics[True][0], statistics[False][0])  # the first task is not affected
+    assert all(torch.equal(one, statistics[True][0]) for one in statistics[True])
+    assert not torch.equal(statistics[False][1], statistics[False][0])
+
+
+@pytest.mark.parametrize("method", ["joint", "one-network-per-task"])
+def test_a_new_network_learns_its_statistics(method: str, tmp_path: Path) -> None:
+    network = {"name": "test-normed", "options": {}}
+    records = [
+        run(recipe(method, network=network, training={"freeze_batch_norm": frozen}), tmp_path / str(frozen))
+        for frozen in (False, True)
+    ]
+    assert records[0].accuracy == records[1].accuracy and records[0].nll == records[1].nll
+
+
+@pytest.mark.parametrize("method", ["online-laplace", "si"])
+def test_the_warning_about_running_statistics_names_the_setting(method: str, tmp_path: Path) -> None:
+    network = {"name": "test-normed", "options": {}}
+    with pytest.warns(NotProtectedWarning, match=r"2 running statistics .*--set training.freeze_batch_norm=true"):
+        Run(recipe(method, network=network), RunFolder(tmp_path), Watcher(), 1e9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chosen = recipe(method, network=network, training={"freeze_batch_norm": True})
+        Run(chosen, RunFolder(tmp_path), Watcher(), 1e9)
 
 
 def test_divergence_in_the_last_update_is_said(tmp_path: Path) -> None:
@@ -275,6 +350,41 @@ def test_presets_know_the_paper() -> None:
     chosen = disjoint.resolve({"structure": "diagonal"})
     assert (chosen.training.drop_updates, chosen.training.strength_decay) == (1000, 0.001)
     assert len(disjoint.grid(chosen)["memory.strength"]) == 13
+
+
+def test_a_subclass_of_a_method_inherits_its_presets() -> None:
+    from limpet.experiments import methods
+
+    @METHODS.register("test-own-laplace")
+    class Own(methods.OnlineLaplace):
+        """A method of one's own."""
+
+    try:
+        permuted = load_preset("permuted-mnist")
+        for structure in ("kronecker", "diagonal"):
+            inherited = permuted.resolve({"method": "test-own-laplace", "structure": structure})
+            original = permuted.resolve({"structure": structure})
+            assert inherited.memory == original.memory
+            assert permuted.grid(inherited) == permuted.grid(original) != {}
+        assert inherited.memory.strength == 10  # that of the diagonal
+        own = permuted.model_copy(
+            update={"methods": {**permuted.methods, "test-own-laplace": {"memory": {"limit": 7}}}}
+        )
+        chosen = own.resolve({"method": "test-own-laplace", "structure": "diagonal"})
+        assert chosen.memory.limit == 7 and chosen.memory.strength == 10
+        paper = load_preset("permuted-mnist", "paper")  # what it has for plain training is not for every method
+        assert paper.resolve({"method": "test-own-laplace"}).training.task_decay == 0.1
+    finally:
+        del METHODS._items["test-own-laplace"]
+
+
+def test_another_network_does_not_get_the_options_of_the_preset_s() -> None:
+    preset = load_preset("split-cifar10")
+    assert preset.resolve({}).network.options == {"channels": [20, 50], "hidden": 500}
+    assert preset.resolve({"network.options.hidden": 9}).network.options == {"channels": [20, 50], "hidden": 9}
+    assert preset.resolve({"network.name": "lenet"}).network.options == {"channels": [20, 50], "hidden": 500}
+    chosen = preset.resolve({"network.name": "resnet", "network.options.width": 8})
+    assert chosen.network.options == {"width": 8}
 
 
 def test_a_preset_of_ones_own(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_texts_come_from_files_folders_and_columns(published: Path) -> None:
     assert len(list(causal_lm.iter_texts(str(published / "three.csv")))) == 19
     in_folder = list(causal_lm.iter_texts(str(published)))
     assert len(in_folder) >= 19 + 2
-    with pytest.raises(LimpetError, match="not a dataset that can be loaded"):
+    with pytest.raises(LimpetError, match=r"not a dataset that can be loaded|the Hub cannot be reached"):
         list(causal_lm.iter_texts("nobody/has-this-set"))
 
 
@@ -206,11 +206,75 @@ def test_a_memory_is_found_by_the_name_of_its_model(endpoint: str, tmp_path: Pat
         "memory = limpet.load('somebody/small-1.5B', model)\n"
         "print(memory.examples, memory.tasks)\n"
     )
-    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home")}
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["20", "1"], done.stderr
     assert limpet.load(tmp_path, model).examples == 20
     assert hub.local_file(tmp_path / "other.safetensors") == tmp_path / "other.safetensors"
+
+
+def refused() -> OSError:
+    """An error as transformers raises it: the cause is three links down, and the text says only half of it."""
+    try:
+        try:
+            try:
+                raise ConnectionRefusedError(111, "Connection refused")
+            except OSError as error:
+                raise FileNotFoundError("an error happened while trying to locate the file") from error
+        except OSError as error:
+            raise OSError("We couldn't connect to 'https://huggingface.co' to load the files.\nCheck it.") from error
+    except OSError as error:
+        return error
+
+
+def test_the_cause_of_a_failed_download_is_told_from_a_name_that_does_not_exist() -> None:
+    assert hub.unreachable(refused()) == "[Errno 111] Connection refused"
+    assert hub.unreachable(OSError("somebody/model is not a valid model identifier")) is None
+    assert "cannot be reached to look for it ([Errno 111] Connection refused)" in str(
+        hub.load_error("a/b", refused(), "is not a model")
+    )
+    wrong = OSError("there is no such thing\nat all")
+    assert str(hub.load_error("a/b", wrong, "is not a model")) == "a/b is not a model: there is no such thing"
+
+
+@pytest.mark.parametrize("read", ["memory", "model", "tokenizer"])
+def test_without_a_connection_that_is_what_is_reported(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from limpet.integrations import checkpoints
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    readers: dict[str, Any] = {
+        "memory": lambda: limpet.load("nobody/has-this", torch.nn.Linear(3, 2)),
+        "model": lambda: checkpoints.read_base("nobody/has-this"),
+        "tokenizer": lambda: checkpoints.read_tokenizer("nobody/has-this"),
+    }
+    with pytest.raises(LimpetError, match=r"nobody/has-this is not a local path, and the Hub cannot be reached"):
+        readers[read]()
+
+
+def test_a_published_model_without_a_memory_is_named(endpoint: str, tmp_path: Path) -> None:
+    script = (
+        "import torch, limpet\n"
+        "try:\n    limpet.load('somebody/other', torch.nn.Linear(3, 2))\n"
+        "except limpet.LimpetError as error:\n    print(error)\n"
+    )
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    expected = "somebody/other is neither a local file nor a model on the Hub with a memory.safetensors: "
+    assert done.stdout.startswith(expected), done.stderr
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_with_another_head_is_not_a_causal_language_model(tmp_path: Path, tied: bool) -> None:
+    from language_models import llama
+    from limpet.integrations import checkpoints
+
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1}
+    config = transformers.BertConfig(**sizes, num_attention_heads=2)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
+    with pytest.raises(LimpetError, match=r"it was saved as BertForSequenceClassification, and \d+ parameters of Bert"):
+        checkpoints.read_base(str(tmp_path / "classifier"))
+    llama(tie_word_embeddings=tied).save_pretrained(tmp_path / "causal")
+    assert type(checkpoints.read_base(str(tmp_path / "causal"))).__name__ == "LlamaForCausalLM"
 
 
 def test_a_table_without_a_text_column_says_so(tmp_path: Path) -> None:

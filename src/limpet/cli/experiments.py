@@ -181,13 +181,21 @@ def report_command(
 
     Examples:
     limpet report runs/ --out results/
-    """
-    from limpet.experiments.report import report
 
+    Runs that are not in the tables are listed at the end, with the reason.
+    """
+    from limpet.experiments.omissions import omissions
+    from limpet.experiments.report import write_report
+    from limpet.experiments.results import gather
+
+    place = out or folders[0]
     with console.status("drawing ..."):
-        written = report(folders, out or folders[0])
+        experiments = gather([place, *folders] if place.is_dir() else folders)
+        written = write_report(experiments, place)
     for path in written:
         console.print(str(path), highlight=False)
+    for line in omissions(experiments, folders):
+        console.print(f"[dim]not in the tables:[/dim] {escape(line)}", highlight=False, soft_wrap=True)
 
 
 @app.command("list")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,12 @@ import torch
 from torch import Tensor, nn
 
 import limpet
-from limpet.errors import LimpetError, NotProtectedWarning
+from limpet.errors import LimpetError, NotProtectedWarning, warn
 from limpet.experiments.recipe import Recipe
 from limpet.experiments.registry import Registry
 from limpet.experiments.tasks import Lesson
 from limpet.io.state import State
+from limpet.model import running_statistics
 
 CURVATURE_BATCH = 1000
 
@@ -144,6 +145,20 @@ class WithMemory(Method):
     memory: limpet.Memory
     _examples = 1  # of the current task
 
+    @contextmanager
+    def _creating(self) -> Iterator[None]:
+        """Create the memory in the body. Its warning about running statistics names the setting that freezes them."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotProtectedWarning)
+            yield
+        statistics = list(running_statistics(self.model))
+        if statistics and not self.recipe.training.freeze_batch_norm:
+            warn(
+                f"not protected: {len(statistics)} running statistics of batch norm (such as {statistics[0]}), which "
+                "follow the newest task. Freeze them after the first task with --set training.freeze_batch_norm=true",
+                NotProtectedWarning,
+            )
+
     def hold(self, optimizer: torch.optim.Optimizer, examples: int) -> AbstractContextManager[Any]:
         """Return `memory.protect(...)`."""
         options = self.recipe.memory
@@ -188,15 +203,16 @@ class Laplace(WithMemory):
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         super().__init__(model, recipe)
         options = recipe.memory
-        self.memory = self.kind(
-            model,
-            structure=recipe.structure or self.structures[0],
-            strength=options.strength,
-            prior_precision=options.prior_precision,
-            fisher=options.fisher,
-            smoothing=options.smoothing,
-            seed=recipe.seed,
-        )
+        with self._creating():
+            self.memory = self.kind(
+                model,
+                structure=recipe.structure or self.structures[0],
+                strength=options.strength,
+                prior_precision=options.prior_precision,
+                fisher=options.fisher,
+                smoothing=options.smoothing,
+                seed=recipe.seed,
+            )
 
     def learned(self, lesson: Lesson, earlier: Callable[[], Iterable[Lesson]]) -> None:
         """Call `memory.consolidate`, passing earlier data if the method requires them."""
@@ -308,7 +324,8 @@ class SynapticIntelligence(WithMemory):
         strength = recipe.memory.strength
         if isinstance(strength, str):
             raise LimpetError("si does not support strength='auto': pass its c as a number, e.g. --strength 0.1")
-        self.memory = limpet.SynapticIntelligence(model, strength=strength, damping=recipe.memory.damping)
+        with self._creating():
+            self.memory = limpet.SynapticIntelligence(model, strength=strength, damping=recipe.memory.damping)
 
     def learned(self, lesson: Lesson, earlier: Callable[[], Iterable[Lesson]]) -> None:
         """Call `memory.consolidate`, which needs no data."""
@@ -337,6 +354,30 @@ class Shuffled:
 def _forward(model: nn.Module, batch: tuple[Tensor, Tensor, int]) -> tuple[Tensor, Tensor]:
     inputs, labels, head = batch
     return model(inputs, head), labels
+
+
+def lineage(name: str) -> list[str]:
+    """Return the registered methods that a method derives from, the most general first, and the method itself.
+
+    Presets apply their settings in this order. `Method` does not count, from which all methods derive and which is
+    itself registered as "fine-tuning".
+
+    Args:
+        name: Name of the method.
+
+    Returns:
+        The names.
+
+    Raises:
+        LimpetError: If there is no such method.
+
+    Examples:
+        >>> lineage("repair-rounds"), lineage("si")
+        (['repair', 'repair-rounds'], ['si'])
+    """
+    ancestors = METHODS[name].__mro__[1:]
+    known = {METHODS[one]: one for one in METHODS.names() if METHODS[one] is not Method}
+    return [*(known[kind] for kind in reversed(ancestors) if kind in known), name]
 
 
 def with_structure(recipe: Recipe) -> Recipe:

@@ -1,4 +1,4 @@
-"""The networks of the paper. To add one, register a function from input shape and head sizes to a module.
+"""The networks of the paper, and a ResNet. To add one, register a function from input shape and head sizes to a module.
 
 >>> from limpet.experiments import NETWORKS, Network
 >>> @NETWORKS.register("line")
@@ -91,6 +91,67 @@ def lenet(
     layers += [nn.Flatten(), nn.Linear(inputs * side * side, hidden), nn.ReLU()]
     network = Network(nn.Sequential(*layers), hidden, heads)
     network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # 25 % faster on CPU
+    return network
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions with batch norm and a shortcut (He et al., 2016).
+
+    Args:
+        inputs: Number of input channels.
+        outputs: Number of output channels.
+        stride: Stride of the first convolution. The shortcut is a 1x1 convolution with batch norm if the shape changes.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            projection = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
+            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return relu(f(x) + shortcut(x))."""
+        hidden = torch.relu(self.norm1(self.conv1(x)))
+        return torch.relu(self.norm2(self.conv2(hidden)) + self.shortcut(x))
+
+
+@NETWORKS.register("resnet")
+def resnet(
+    shape: Sequence[int], heads: Sequence[int], *, width: int = 64, blocks: Sequence[int] = (2, 2, 2, 2)
+) -> Network:
+    """ResNet for small images, with batch norm; by default ResNet-18 with a 3x3 stem and no pooling after it.
+
+    Args:
+        shape: Shape of one input, (channels, height, width).
+        heads: Number of classes of each head.
+        width: Number of channels of the first stage; every further stage has twice as many, at half the resolution.
+        blocks: Number of residual blocks of each stage.
+
+    Returns:
+        The network, in channels-last memory format.
+
+    Raises:
+        LimpetError: If inputs are not images.
+    """
+    if len(shape) != 3:
+        raise LimpetError(f"resnet takes images of shape (channels, height, width), not inputs of shape {tuple(shape)}")
+    layers: list[nn.Module] = [
+        nn.Conv2d(shape[0], width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+    ]  # fmt: skip
+    inputs = width
+    for stage, count in enumerate(blocks):
+        outputs = width * 2**stage
+        for number in range(count):
+            layers.append(ResidualBlock(inputs, outputs, 2 if stage and not number else 1))
+            inputs = outputs
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    network = Network(nn.Sequential(*layers), inputs, heads)
+    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return network
 
 

@@ -7,7 +7,7 @@ of the command line are applied last.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -67,6 +67,9 @@ class Training(Part):
         validation: Number of training examples per task held out for validation.
         patience: Stop a task once its validation accuracy has not improved for this many epochs.
         max_epochs: Maximum number of epochs per task with `patience`.
+        freeze_batch_norm: Keep batch-norm modules in eval mode from the second task on, so that they normalize with the
+            statistics of the first task. Otherwise these follow the newest task, which changes the outputs on earlier
+            ones, and no memory protects against it. Their weights and biases are trained and protected either way.
     """
 
     optimizer: Literal["sgd", "adam"] = "sgd"
@@ -84,6 +87,7 @@ class Training(Part):
     validation: int = Field(0, ge=0)
     patience: int | None = Field(None, ge=1)
     max_epochs: int = Field(100, ge=1)
+    freeze_batch_norm: bool = False
 
     @model_validator(mode="after")
     def _check_patience(self) -> Training:
@@ -109,7 +113,8 @@ class MemorySettings(Part):
         smoothing: Measure the curvature at perturbed weights whose predicted loss increase is this many nats per
             example; 0 measures it at the mode.
         limit: Maximum number of examples per task used for the curvature.
-        every: Number of SGD steps per proximal step.
+        every: Number of SGD steps per proximal step. More than 1 is faster, but can diverge where the loss itself is
+            strongly curved, as in a network with frozen batch norm.
         mode: How the penalty is applied: "auto", "proximal" or "gradient".
         damping: Damping of Synaptic Intelligence.
     """
@@ -121,7 +126,7 @@ class MemorySettings(Part):
     fisher: Literal["auto", "exact", "sampled", "empirical"] = "auto"
     smoothing: float = Field(0.0, ge=0)
     limit: int | None = Field(None, ge=1)
-    every: int = Field(8, ge=1)
+    every: int = Field(1, ge=1)
     mode: Literal["auto", "proximal", "gradient"] = "auto"
     damping: float = Field(0.1, gt=0)
 
@@ -187,8 +192,9 @@ class Preset(Part):
     Attributes:
         about: Description of the preset.
         recipe: Settings shared by all methods.
-        methods: Overrides by method ("online-laplace") or method and structure ("online-laplace/kronecker").
-        grids: Values that a sweep tries, by method or method and structure.
+        methods: Overrides by method ("online-laplace") or method and structure ("online-laplace/kronecker"). They also
+            apply to registered subclasses of the method, below overrides of their own.
+        grids: Values that a sweep tries, by method or method and structure; also for registered subclasses.
     """
 
     about: str = ""
@@ -209,16 +215,23 @@ class Preset(Part):
             LimpetError: If a setting is unknown or has an invalid value.
         """
         first = nested(overrides)
-        chosen = checked(Recipe, merged(self.recipe, first), "recipe")
-        layers = [self.recipe, self.methods.get(chosen.method, {}), self.methods.get(chosen.label, {}), first]
-        values: dict[str, Any] = {}
-        for layer in layers:
-            values = merged(values, layer)
-        return checked(Recipe, values, "recipe")
+        chosen = checked(Recipe, _layered([self.recipe, first]), "recipe")
+        own = (self.methods.get(name, {}) for name in _labels(chosen))
+        return checked(Recipe, _layered([self.recipe, *own, first]), "recipe")
 
     def grid(self, recipe: Recipe) -> dict[str, list[Any]]:
         """Return the values that a sweep of this recipe tries: {dotted name: values}."""
-        return self.grids.get(recipe.label) or self.grids.get(recipe.method) or {}
+        return next((self.grids[name] for name in reversed(_labels(recipe)) if self.grids.get(name)), {})
+
+
+def _labels(recipe: Recipe) -> list[str]:
+    """The names whose settings apply to a recipe: each method it derives from, without and with the structure."""
+    from limpet.experiments.methods import lineage
+
+    names = lineage(recipe.method)
+    return [
+        label for name in names for label in ((name, f"{name}/{recipe.structure}") if recipe.structure else (name,))
+    ]
 
 
 def preset_names() -> list[str]:
@@ -334,6 +347,18 @@ def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
                 )
         place[last] = value
     return tree
+
+
+def _layered(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge layers of settings, the later ones on top. Options of a network do not carry over to another network."""
+    values: dict[str, Any] = {}
+    for layer in layers:
+        before, after = (one.get("network") for one in (values, layer))
+        if isinstance(before, Mapping) and isinstance(after, Mapping) and "name" in after:
+            other = after["name"] != before.get("name", NetworkChoice().name)
+            values = {**values, "network": {}} if other else values
+        values = merged(values, layer)
+    return values
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

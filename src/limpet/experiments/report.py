@@ -29,7 +29,19 @@ def report(folders: Sequence[Path], out: Path) -> list[Path]:
     Raises:
         LimpetError: If a folder does not exist or there are no finished runs.
     """
-    experiments = gather([out, *folders] if out.is_dir() else folders)
+    return write_report(gather([out, *folders] if out.is_dir() else folders), out)
+
+
+def write_report(experiments: Sequence[Experiment], out: Path) -> list[Path]:
+    """Write figures, tables and records of experiments that were gathered.
+
+    Args:
+        experiments: The experiments.
+        out: Output folder.
+
+    Returns:
+        The paths of the files written.
+    """
     written = []
     for experiment in experiments:
         place = out / experiment.key

@@ -34,7 +34,7 @@ class Variant:
     @property
     def name(self) -> str:
         """Unique name for files."""
-        digest = hashlib.sha256(_settings(self.records[0].recipe).encode()).hexdigest()[:6]
+        digest = hashlib.sha256(settings_key(self.records[0].recipe).encode()).hexdigest()[:6]
         return f"{self.label.replace('/', '-')}-{self.strength_text.replace(' ', '-')}-{digest}"
 
     @property
@@ -135,7 +135,7 @@ def _by_strength(variant: Variant) -> float:
     return math.inf if variant.strength is None else variant.strength
 
 
-def _settings(recipe: Recipe) -> str:
+def settings_key(recipe: Recipe) -> str:
     """Serialize the settings that affect the result, except the seed; defaults are omitted to keep names stable."""
     return json.dumps(
         recipe.model_dump(mode="json", exclude={"seed", "threads", "device", "files"}, exclude_defaults=True)
@@ -163,7 +163,7 @@ def gather(folders: Iterable[Path]) -> list[Experiment]:
         copies += [record for path in sorted(folder.rglob("runs.jsonl")) for record in load_records(path)]
         for record in [*copies, *(load_record(path) for path in sorted(folder.rglob("run.json")))]:
             variants = found.setdefault(record.experiment, {})
-            variants.setdefault(_settings(record.recipe), {})[record.recipe.seed] = record
+            variants.setdefault(settings_key(record.recipe), {})[record.recipe.seed] = record
     if not found:
         raise LimpetError(f"no finished runs found in {', '.join(map(str, folders))}")
     return [

@@ -224,7 +224,7 @@ class Run:
 
     def _training(self, number: int) -> TaskTraining:
         lessons = self.lessons.up_to(number) if self.method.joint else [self.lessons.lesson(number)]
-        return TaskTraining(self.model, lessons, self.recipe, number)
+        return TaskTraining(self.model, lessons, self.recipe, number, fresh=self.method.fresh)
 
     def _finish(self) -> None:
         if self.recipe.training.validation and (self.method.joint or not self.method.fresh):

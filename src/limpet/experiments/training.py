@@ -82,10 +82,14 @@ class TaskTraining:
         lessons: Training data, one lesson per head.
         recipe: The recipe.
         task: Index of the task.
+        fresh: Whether the network is new, so that its batch-norm statistics are never frozen.
     """
 
-    def __init__(self, model: nn.Module, lessons: list[Lesson], recipe: Recipe, task: int) -> None:
+    def __init__(
+        self, model: nn.Module, lessons: list[Lesson], recipe: Recipe, task: int, *, fresh: bool = False
+    ) -> None:
         self.model, self.lessons, self.recipe, self.task = model, lessons, recipe, task
+        self._freeze_batch_norm = recipe.training.freeze_batch_norm and task > 0 and not fresh
         self.optimizer = make_optimizer(model, recipe.training)
         self.position = Position()
         size = recipe.training.batch_size
@@ -115,7 +119,7 @@ class TaskTraining:
         at = self.position
         generator = torch.Generator().manual_seed(_seed(self.recipe.seed, self.task, at.epoch))
         torch.manual_seed(_seed(self.recipe.seed, self.task, at.epoch))  # for dropout etc.
-        self.model.train()
+        self._train_mode()
         strength = self.recipe.memory.strength
         losses = []
         for number, (lesson, rows) in enumerate(self._batches(generator)):
@@ -133,10 +137,21 @@ class TaskTraining:
         at.epoch += 1
         mean = float(torch.stack(losses).mean())
         if not math.isfinite(mean):
-            raise LimpetError(
-                f"training diverged in epoch {at.epoch} of task {self.task + 1}: try a smaller training.lr"
-            )
+            raise LimpetError(f"training diverged in epoch {at.epoch} of task {self.task + 1}: {self._divergence()}")
         return mean
+
+    def _train_mode(self) -> None:
+        self.model.train()
+        for module in self.model.modules() if self._freeze_batch_norm else ():
+            if isinstance(module, nn.modules.batchnorm._NormBase):  # instance norm may track statistics, too
+                module.eval()
+
+    def _divergence(self) -> str:
+        """Say which settings make a diverging training stable, those of the penalty first."""
+        memory = self.recipe.memory
+        if self.task and memory.every > 1 and memory.mode != "gradient" and self.recipe.training.optimizer == "sgd":
+            return f"try memory.every=1 (now {memory.every}), or a smaller training.lr"
+        return "try a smaller training.lr"
 
     def judge(self, validation: float) -> None:
         """Record the validation accuracy of an epoch for early stopping."""

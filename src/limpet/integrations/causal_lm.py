@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from limpet.curvature.progress import Progress
 from limpet.distributed import ReplicatedBatches
 from limpet.errors import LimpetError
+from limpet.io.hub import load_error
 from limpet.methods import OnlineLaplace
 from limpet.model import preserve_state
 
@@ -61,7 +62,7 @@ def _from_hub(name: str) -> Iterator[str]:
     try:
         rows = datasets.load_dataset(name, split="train", streaming=True)
     except Exception as error:  # the Hub, the network and the dataset's own code may raise anything
-        raise LimpetError(f"{name} is not a local file, and not a dataset that can be loaded: {error}") from error
+        raise load_error(name, error, "is not a local file, and not a dataset that can be loaded") from error
     yield from _column(name, rows)
 
 

@@ -10,6 +10,7 @@ import transformers
 from safetensors import safe_open
 
 from limpet.errors import LimpetError
+from limpet.io.hub import load_error, unreachable
 
 ADAPTER = "adapter_config.json"
 
@@ -26,12 +27,20 @@ def read_base(name: str, dtype: str = "float32", device: str | None = None) -> A
         The model.
 
     Raises:
-        LimpetError: If `name` is not a causal language model that can be loaded.
+        LimpetError: If `name` is not a causal language model that can be loaded, or has another kind of head.
     """
+    auto: Any = transformers.AutoModelForCausalLM
     try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
+        model, loaded = auto.from_pretrained(name, dtype=getattr(torch, dtype), output_loading_info=True)
     except (OSError, ValueError) as error:
-        raise LimpetError(f"{name} is not a causal language model that can be loaded: {_first_line(error)}") from error
+        raise load_error(name, error, "is not a causal language model that can be loaded") from error
+    missing = sorted(loaded["missing_keys"])
+    if missing:
+        made_for = " or ".join(getattr(model.config, "architectures", None) or ["another class"])
+        raise LimpetError(
+            f"{name} is not a causal language model: it was saved as {made_for}, and {len(missing)} parameters of "
+            f"{type(model).__name__} are missing (such as {missing[0]})"
+        )
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -45,7 +54,7 @@ def read_tokenizer(*names: str) -> Any:
         The tokenizer.
 
     Raises:
-        LimpetError: If none of them has a tokenizer.
+        LimpetError: If none of them has a tokenizer, or the Hub cannot be reached to look for it.
     """
     found = next((one for one in map(_tokenizer, names) if one is not None), None)
     if found is None:
@@ -56,7 +65,9 @@ def read_tokenizer(*names: str) -> Any:
 def _tokenizer(name: str) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if unreachable(error) is not None:
+            raise load_error(name, error, "has no tokenizer") from error
         return None
 
 

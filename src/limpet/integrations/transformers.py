@@ -16,8 +16,9 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from limpet.errors import LimpetError
+from limpet.errors import LimpetError, LimpetWarning, warn
 from limpet.forgetting.repair import Repair
+from limpet.integrations.running_trainer import resumed_folder, run_first
 from limpet.integrations.training_session import TrainingSession
 from limpet.io.hub import FILE
 from limpet.methods import Memory, state_dict
@@ -32,8 +33,9 @@ MEASURED = 10_000
 class MemoryCallback(TrainerCallback):
     """Trainer callback that protects earlier tasks during training, or repairs the model afterwards.
 
-    The forecast and the penalty are logged with the loss. Every checkpoint of the Trainer includes the memory, and
-    `resume_from_checkpoint` restores it.
+    The forecast and the penalty are logged with the loss, also to TensorBoard, wandb and the like: when training
+    begins, the callback moves to the front of the Trainer's callbacks. Every checkpoint of the Trainer includes the
+    memory. `resume_from_checkpoint` restores it, from any folder, and warns if the checkpoint has none.
 
     What the protection did is logged when it ends, and kept in `callback.summary`.
 
@@ -105,11 +107,10 @@ class MemoryCallback(TrainerCallback):
         """Load the memory, from the checkpoint when resuming, and start the protection."""
         self.close()
         model, optimizer = kwargs["model"], kwargs["optimizer"]
+        run_first(self)
         if not isinstance(self._memory, Memory):
             self._memory = load(self._memory, model)
-        kept = _checkpoint(args, state) / FILE
-        if state.global_step and kept.exists():
-            self.memory.load_state_dict(state_dict.read(kept))
+        self._resume(resumed_folder(), args, state)
         self._count = self.memory.count(kwargs["train_dataloader"]) if self.examples is None else self.examples
         self._training = True
         if self.protect:
@@ -176,6 +177,20 @@ class MemoryCallback(TrainerCallback):
         if session is not None:
             self.summary = session.let_go(finished=finished)
 
+    def _resume(self, folder: Path | None, args: TrainingArguments, state: TrainerState) -> None:
+        """Restore the memory of the checkpoint that training resumes from, which may be in another output folder."""
+        if folder is None and not state.global_step:
+            return
+        kept = (folder or _checkpoint(args, state)) / FILE
+        if kept.exists():
+            self.memory.load_state_dict(state_dict.read(kept))
+            return
+        warn(
+            f"training resumes at step {state.global_step}, but {kept} does not exist: the memory is used as it was "
+            "passed to MemoryCallback. If the earlier steps were protected, put their memory file there",
+            LimpetWarning,
+        )
+
     def _write(self, path: Path, trainer: TrainerState) -> None:
         if not self.memory.sharded and not trainer.is_world_process_zero:
             return
@@ -186,12 +201,22 @@ class MemoryCallback(TrainerCallback):
         state = self.memory.state_dict()
         # the tensors of a memory are never modified in place, so equal ids mean equal content
         content = state["metadata"], {name: id(tensor) for name, tensor in state["tensors"].items()}
-        if self._written is not None and self._written[1] == content and self._written[0].exists():
-            path.unlink(missing_ok=True)
-            os.link(self._written[0], path)
-        else:
+        unchanged = self._written is not None and self._written[1] == content
+        if self._written is None or not unchanged or not _linked(self._written[0], path):
             state_dict.write(path, state)
         self._written = path, content
+
+
+def _linked(source: Path, path: Path) -> bool:
+    """Replace `path` by a hard link to `source`; return False if the file system has none, or the source is gone."""
+    if not source.exists():
+        return False
+    path.unlink(missing_ok=True)
+    try:
+        os.link(source, path)
+    except OSError:
+        return False
+    return True
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

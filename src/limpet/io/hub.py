@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from limpet.errors import LimpetError
 
 FILE = "memory.safetensors"
 NAME = re.compile(r"[\w.-]+/[\w.-]+")
+UNREACHABLE = ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectTimeout", "ReadTimeout")
+"""Classes of huggingface_hub and its HTTP client that are raised without a connection, besides Python's own."""
 
 
 def local_file(path: str | Path, *, revision: str | None = None) -> Path:
@@ -23,14 +26,66 @@ def local_file(path: str | Path, *, revision: str | None = None) -> Path:
         The path of the local file. It is not checked whether a local file exists.
 
     Raises:
-        LimpetError: If `path` is a name on the Hub and huggingface_hub is not installed.
+        LimpetError: If `path` is a name on the Hub and its memory cannot be downloaded, or huggingface_hub is not
+            installed.
     """
     found = Path(path)
     if found.is_dir():
         return found / FILE
     if found.exists() or found.suffix == ".safetensors" or not NAME.fullmatch(str(path)):
         return found
-    return Path(_hub().hf_hub_download(str(path), FILE, revision=revision))
+    hub = _hub()
+    try:
+        return Path(hub.hf_hub_download(str(path), FILE, revision=revision))
+    except (OSError, ValueError) as error:
+        raise load_error(str(path), error, f"is neither a local file nor a model on the Hub with a {FILE}") from error
+
+
+def load_error(name: str, error: Exception, otherwise: str) -> LimpetError:
+    """Describe why something could not be loaded from the Hub.
+
+    Args:
+        name: The name on the Hub, or the path, that was asked for.
+        error: The error that huggingface_hub, transformers or datasets raised.
+        otherwise: What is wrong with `name` if the Hub could be reached, such as "is not a causal language model".
+
+    Returns:
+        An error that names the actual cause.
+    """
+    reason = unreachable(error)
+    if reason is None:
+        return LimpetError(f"{name} {otherwise}: {_first_line(error)}")
+    return LimpetError(
+        f"{name} is not a local path, and the Hub cannot be reached to look for it ({reason}): check the path, the "
+        "connection and HF_HUB_OFFLINE"
+    )
+
+
+def unreachable(error: Exception) -> str | None:
+    """Return why the Hub could not be reached, or None if that is not the cause of an error.
+
+    Args:
+        error: The error that huggingface_hub, transformers or datasets raised.
+
+    Returns:
+        The first line of the error at the end of the chain of causes, such as "Connection refused".
+    """
+    chain = [error, *_causes(error)]
+    failed = any(isinstance(one, ConnectionError | TimeoutError) or type(one).__name__ in UNREACHABLE for one in chain)
+    return _first_line(chain[-1]) if failed else None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen = {id(error)}
+    found = error.__cause__ or error.__context__
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        found = found.__cause__ or found.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def upload(path: str | Path, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:

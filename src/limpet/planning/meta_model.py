@@ -11,13 +11,15 @@ import torch
 from torch import nn
 
 from limpet.errors import LimpetError
+from limpet.io.hub import load_error
 
 
 def blueprint(name: str) -> nn.Module:
     """Build a model on the meta device.
 
     A factory is imported (the working directory is searched, too) and called without arguments. For a folder or a name
-    on the Hub, only the configuration is read, and remote code is not executed.
+    on the Hub, only the configuration is read, and remote code is not executed. The model is of the first class in the
+    configuration's `architectures`, or a causal language model if it lists none.
 
     Args:
         name: "package.module:factory", a folder with a config.json, or the name of a model on the Hub.
@@ -45,11 +47,28 @@ def blueprint(name: str) -> nn.Module:
         ) from missing
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        with torch.device("meta"):
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise LimpetError(f"{name} is not a causal language model with a readable configuration: {reason}") from error
+        raise load_error(name, error, "has no readable configuration") from error
+    return _configured(name, config, transformers)
+
+
+def _configured(name: str, config: Any, transformers: Any) -> nn.Module:
+    """Build the model of the class that the configuration was saved by, on the meta device."""
+    listed = next(iter(getattr(config, "architectures", None) or ()), None)
+    kind = getattr(transformers, listed, None) if listed else None
+    if listed and not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise LimpetError(
+            f"{name} is a {listed}, which transformers {transformers.__version__} does not have: install a version "
+            "that has it, or pass package.module:factory"
+        )
+    try:
+        with torch.device("meta"):
+            if kind is None:
+                model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            else:
+                model = kind._from_config(config)  # as the Auto classes do, in the dtype of the configuration
+    except (OSError, ValueError) as error:
+        raise load_error(name, error, "is not a model that can be built from its configuration") from error
     return model
 
 
