@@ -1,10 +1,18 @@
 """Forgetting budgets: limit the forecast of forgetting instead of choosing a strength.
 
-The penalty is 1/2 (w - mean)^T (prior + m sum of strength_t F_t) (w - mean) / N, where m is the Lagrange multiplier of
-the constraint that the forecast stays within the budget: as large as necessary, and zero while the constraint is
-inactive.
+The constraint is forecast(w) <= budget, and the forecast is an increasing function of q = 1/2 d^T F d, where d is
+w - mean and F the sum of the F_t (`limpet.forgetting.forecast`). With the prior, the Lagrangian is
 
-In proximal mode, q = 1/2 (w - mean)^T F (w - mean) after the step is a known function of m, so every proximal step
+    mean loss + 1/2 d^T (prior + m F) d / N,
+
+and its multiplier m is as large as necessary, and zero while the constraint is inactive. A budget replaces the
+strengths: the F_t are not weighted by them, so it holds even if all of them are zero. Methods with one mean per task
+have a linear term in their penalty (`limpet.PerTaskLaplace`), which is not part of it: the forecast is measured from
+the newest mean, so with a budget that mean is the minimum of the penalty for every m. Multiplied by m, the linear term
+would drag the weights to the minimum of the sum of the tasks' penalties instead, where the forecast may exceed the
+budget for every m.
+
+In proximal mode, q after the step is a known function of m, so every proximal step
 solves for m: there is nothing to tune, and training ends within the budget. In gradient mode it is not known, and m
 follows log m += rate * log(q / budget), dual ascent on the logarithm, plus a proportional term that damps oscillation.
 """

@@ -241,7 +241,11 @@ class Memory(ABC):
         """Protect the consolidated tasks while the model trains: `with memory.protect(optimizer, examples=N): ...`.
 
         Inside the `with` block every `optimizer.step()` also applies the penalty 1/2 (w - mean)^T L (w - mean) / N.
-        The training loop needs no other change.
+        The training loop needs no other change. When the block is left although weights moved without the penalty, a
+        warning says why; `protection.summary()` has the counts of steps and the forecasts before and after.
+
+        Clipping acts on the gradient of the loss alone, so it strengthens the penalty relative to the loss (see
+        `docs/options.md`).
 
         Args:
             optimizer: The optimizer that trains the model.
@@ -255,16 +259,30 @@ class Memory(ABC):
                 model without adapters, otherwise gradient).
             reduction: "mean" if the training loss is a mean over examples, "sum" if it is a sum over the batch.
             batch_size: Number of examples that the loss of one step sums over. Required with `reduction="sum"`.
-            budget: Largest allowed forecast, in nats per example. It replaces the strength: the penalty is just
-                strong enough to keep the forecast within the budget, and zero as long as it is.
+            budget: Largest allowed forecast, in nats per example. It replaces the strengths of all tasks: the penalty
+                is just strong enough to keep the forecast within the budget, and zero as long as it is.
 
         Returns:
             A context manager that adds hooks to the optimizer on entry and removes them on exit.
 
         Raises:
             LimpetError: If called inside another `with memory.protect(...)`.
-            UnsupportedError: If the optimizer, mode or budget is not supported for this memory.
+            UnsupportedError: If the optimizer, mode or budget is not supported for this memory, or (when the block is
+                entered) if another memory protects the same weights in proximal mode.
             ValueError: If an argument has an invalid value.
+
+        Examples:
+            >>> import limpet
+            >>> _ = torch.manual_seed(0)
+            >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(20, 3), torch.randint(0, 2, (20,))
+            >>> memory = limpet.OnlineLaplace(model)
+            >>> memory.consolidate([(x, y)])
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> with memory.protect(optimizer, examples=20) as protection:
+            ...     torch.nn.functional.cross_entropy(model(-x), y).backward()
+            ...     optimizer.step()
+            >>> print(protection.summary())
+            1 steps, 1 with the penalty (mode proximal, every 1, N = 20); forecast 0 -> 0.000...
         """
         from limpet.protection.protection import Protection
 

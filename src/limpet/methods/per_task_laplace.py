@@ -25,8 +25,9 @@ class PerTaskLaplace(Laplace):
         slope' = slope + L d,    constant' = constant + slope^T d + 1/2 d^T L d,    L' = L + strength F
 
     so only the newest mean is stored, and the size of the diagonal structure does not grow with the number of tasks.
-    Elastic weight consolidation (EWC, Kirkpatrick et al. 2017) is `structure="diagonal"`. The constructor arguments
-    are those of `limpet.methods.laplace.Laplace`.
+    Elastic weight consolidation (EWC, Kirkpatrick et al. 2017) is `structure="diagonal"`. With a budget, the slope is
+    not applied, because the forecast is measured from the newest mean (`limpet.forgetting.budget`). The constructor
+    arguments are those of `limpet.methods.laplace.Laplace`.
 
     Examples:
         >>> import torch, limpet
