@@ -78,7 +78,9 @@ def passes(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None
             model = is_sharded(model, size) if sharded else model
             max_factor_size = 4 if fisher == "sampled" else 4096  # so that sides in pieces are among them
             memory = limpet.OnlineLaplace(model, structure=structure, fisher=fisher, max_factor_size=max_factor_size)
-            x, y = torch.cat([x, x.flip(1), x, x.flip(1)]), torch.cat([y, y, y.flip(0), y])
+            # all rows differ: equal ones have draws of their own, which depend on the rank
+            x = torch.cat([x, x.roll(1, 1), x, x.roll(1, 1)])
+            y = torch.cat([y, (y + 1) % 3, (y + 1) % 3, (y + 2) % 3])
             for data in ((x, y), (x.flip(0), y)):
                 memory.consolidate(shards(*data, rank, size), progress=False)
             if rank == 0 or sharded:

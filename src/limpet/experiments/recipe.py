@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from limpet.errors import LimpetError
-from limpet.experiments.registry import suggestion
+from limpet.experiments.registry import lineage, suggestion
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -226,8 +226,6 @@ class Preset(Part):
 
 def _labels(recipe: Recipe) -> list[str]:
     """The names whose settings apply to a recipe: each method it derives from, without and with the structure."""
-    from limpet.experiments.methods import lineage
-
     names = lineage(recipe.method)
     return [
         label for name in names for label in ((name, f"{name}/{recipe.structure}") if recipe.structure else (name,))

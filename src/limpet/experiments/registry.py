@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from limpet.errors import LimpetError
 
@@ -42,6 +42,34 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         """Return all names, sorted."""
         return sorted(self._items)
+
+
+METHODS: Registry[type[Any]] = Registry("method")
+"""The continual-learning methods, subclasses of `limpet.experiments.Method`."""
+
+
+def lineage(name: str) -> list[str]:
+    """Return the registered methods that a method derives from, the most general first, and the method itself.
+
+    Presets apply their settings in this order. "fine-tuning" does not count, from which all methods derive.
+
+    Args:
+        name: Name of the method.
+
+    Returns:
+        The names.
+
+    Raises:
+        LimpetError: If there is no such method.
+
+    Examples:
+        >>> from limpet.experiments import METHODS
+        >>> lineage("repair-rounds"), lineage("si")
+        (['repair', 'repair-rounds'], ['si'])
+    """
+    ancestors = METHODS[name].__mro__[1:]
+    known = {METHODS[one]: one for one in METHODS.names() if one != "fine-tuning"}
+    return [*(known[kind] for kind in reversed(ancestors) if kind in known), name]
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

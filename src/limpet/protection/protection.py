@@ -234,6 +234,9 @@ class Protection:
     def _finish(self) -> None:
         """Complete what the last steps left open, and check that the protection was effective."""
         step, notes = self._penalty_step, []
+        self._watch.look()
+        # before `finish`, which moves the weights of a resumed run that has no step left
+        cause = not_protected(self.optimizer, self._watch, self.steps, step.penalised)
         if step.unfinished:
             if self._replaced():
                 notes.append("the weights were replaced after the last step, so they were left as they are")
@@ -241,9 +244,7 @@ class Protection:
                 with full_precision():
                     step.finish()
                 self._mark()
-        self._watch.look()
         self._forecasts = self._forecasts[0], float(self._forecast())
-        cause = not_protected(self.optimizer, self._watch, self.steps, step.penalised)
         if cause is None and notes and step.over_budget:
             cause = "the weights were replaced after the last step, by weights whose forecast exceeds the budget"
         if cause is not None:
