@@ -89,7 +89,7 @@ class TaskTraining:
         self, model: nn.Module, lessons: list[Lesson], recipe: Recipe, task: int, *, fresh: bool = False
     ) -> None:
         self.model, self.lessons, self.recipe, self.task = model, lessons, recipe, task
-        self._freeze_batch_norm = recipe.training.freeze_batch_norm and task > 0 and not fresh
+        self._freezes = recipe.training.freeze_batch_norm and not fresh
         self.optimizer = make_optimizer(model, recipe.training)
         self.position = Position()
         size = recipe.training.batch_size
@@ -140,11 +140,36 @@ class TaskTraining:
             raise LimpetError(f"training diverged in epoch {at.epoch} of task {self.task + 1}: {self._divergence()}")
         return mean
 
+    def _norms(self) -> list[nn.modules.batchnorm._NormBase]:
+        """The modules with running statistics: batch norm, and instance norm that tracks them."""
+        norms = (module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._NormBase))
+        return [norm for norm in norms if norm.track_running_stats]
+
     def _train_mode(self) -> None:
         self.model.train()
-        for module in self.model.modules() if self._freeze_batch_norm else ():
-            if isinstance(module, nn.modules.batchnorm._NormBase):  # instance norm may track statistics, too
-                module.eval()
+        for norm in self._norms() if self._freezes and self.task else ():
+            norm.eval()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Measure the statistics of batch norm that are to be frozen: over all data of the first task, at its end.
+
+        During training they are moving averages over batches and changing weights, and after few updates still close to
+        where they began. Later tasks would train with activations that are not normalized, and diverge.
+        """
+        norms = self._norms() if self._freezes and not self.task else []
+        if not norms:
+            return
+        momenta = [norm.momentum for norm in norms]
+        self.model.eval()  # no dropout
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # the mean over batches
+            norm.train()
+        for lesson, rows in self._batches(torch.Generator().manual_seed(_seed(self.recipe.seed, self.task, 0))):
+            self.model(lesson.train.batch(rows)[0], lesson.head)
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
 
     def _divergence(self) -> str:
         """Say which settings make a diverging training stable, those of the penalty first."""
