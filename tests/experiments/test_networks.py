@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,20 +34,15 @@ def test_stages_halve_the_resolution_and_double_the_channels() -> None:
         build("resnet", {}, (784,), (10,), seed=0)
 
 
-CIFAR10 = Path(os.environ.get("LIMPET_DATA", "")) / "cifar10"
-
-
 @pytest.mark.slow
-@pytest.mark.skipif("LIMPET_DATA" not in os.environ or not CIFAR10.is_dir(), reason="needs CIFAR-10 in LIMPET_DATA")
-def test_split_cifar10_with_a_resnet_from_the_command_line(tmp_path: Path) -> None:
-    words = ["run", "split-cifar10", "--set", "network.name=resnet", "--set", "training.freeze_batch_norm=true"]
-    words += ["--set", "network.options.width=8", "--set", "network.options.blocks=[1, 1, 1]"]
-    words += ["--set", "training.validation=8500", "--epochs", "4"]  # 1500 examples remain
-    words += ["--tasks", "2", "--threads", "1", "--out", str(tmp_path / "run")]
+def test_split_cifar10_with_a_resnet_from_the_command_line(small_data: Path, tmp_path: Path) -> None:
+    words = ["run", "split-cifar10", "--set", "network.name=resnet", "--set", "network.options.width=8"]
+    words += ["--set", "training.freeze_batch_norm=true", "--epochs", "30"]  # a task has 60 images, one update an epoch
+    words += ["--tasks", "3", "--threads", "1", "--out", str(tmp_path / "run")]
     done = subprocess.run([sys.executable, "-m", "limpet", *words], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "running statistics" not in done.stderr
     record = RunFolder(tmp_path / "run").load_record()
     assert record is not None and record.recipe.memory.every == 1 and record.recipe.training.lr == 0.02
-    first, second = (float(record.accuracy[task][task] or 0) for task in (0, 1))
-    assert first > 75 and second > 55
+    assert [row[task] for task, row in enumerate(record.accuracy)] == [100.0] * 3  # each when it was learned
+    assert record.mean_accuracy > 70

@@ -248,6 +248,30 @@ def test_frozen_batch_norm_keeps_the_statistics_of_the_first_task(method: str, t
             assert not torch.equal(means[1], means[0])
 
 
+def test_gradients_are_clipped_while_batch_norm_is_frozen(tmp_path: Path) -> None:
+    def largest(task: int, **training: Any) -> float:
+        """The largest norm of a gradient that the optimizer sees in an epoch of steep loss."""
+        chosen = recipe("fine-tuning", network={"name": "test-normed", "options": {}}, training=training)
+        one = Run(chosen, RunFolder(tmp_path), Watcher(), 1e9)
+        with torch.no_grad():
+            one.model.get_parameter("heads.0.weight").mul_(100)
+        training_of_task, norms = one._training(task), [0.0]
+
+        def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            gradients = [p.grad.flatten() for p in one.model.parameters() if p.grad is not None]
+            norms.append(float(torch.cat(gradients).norm()))
+
+        training_of_task.optimizer.register_step_pre_hook(look)
+        training_of_task.epoch(lambda *_: None)
+        return max(norms)
+
+    assert largest(0, freeze_batch_norm=True) > 5
+    assert largest(1, freeze_batch_norm=False) > 5
+    assert largest(1, freeze_batch_norm=True) == pytest.approx(1, rel=1e-4)
+    assert largest(1, freeze_batch_norm=True, clip_norm=None) > 5
+    assert largest(0, clip_norm=2.5) == pytest.approx(2.5, rel=1e-4)
+
+
 @pytest.mark.parametrize("method", ["joint", "one-network-per-task"])
 def test_a_new_network_learns_its_statistics(method: str, tmp_path: Path) -> None:
     network = {"name": "test-normed", "options": {}}

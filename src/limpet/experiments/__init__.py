@@ -6,10 +6,11 @@ corresponds to `run(load_preset("permuted-mnist").resolve({...}), folder)`. Requ
 """
 
 from limpet.experiments.data import Examples, images
-from limpet.experiments.methods import METHODS, Method
+from limpet.experiments.methods import Method
 from limpet.experiments.networks import NETWORKS, Network
 from limpet.experiments.recipe import Preset, Recipe, load_preset
 from limpet.experiments.record import Record, RunFolder
+from limpet.experiments.registry import METHODS
 from limpet.experiments.runner import Watcher, run
 from limpet.experiments.sequences import SEQUENCES, TaskSequence
 

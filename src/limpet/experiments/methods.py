@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import limpet
 from limpet.errors import LimpetError, NotProtectedWarning, warn
 from limpet.experiments.recipe import Recipe
-from limpet.experiments.registry import Registry
+from limpet.experiments.registry import METHODS
 from limpet.experiments.tasks import Lesson
 from limpet.io.state import State
 from limpet.model import running_statistics
@@ -121,7 +121,6 @@ class Method:
         return 0
 
 
-METHODS: Registry[type[Method]] = Registry("method")
 METHODS.register("fine-tuning")(Method)
 
 
@@ -354,30 +353,6 @@ class Shuffled:
 def _forward(model: nn.Module, batch: tuple[Tensor, Tensor, int]) -> tuple[Tensor, Tensor]:
     inputs, labels, head = batch
     return model(inputs, head), labels
-
-
-def lineage(name: str) -> list[str]:
-    """Return the registered methods that a method derives from, the most general first, and the method itself.
-
-    Presets apply their settings in this order. `Method` does not count, from which all methods derive and which is
-    itself registered as "fine-tuning".
-
-    Args:
-        name: Name of the method.
-
-    Returns:
-        The names.
-
-    Raises:
-        LimpetError: If there is no such method.
-
-    Examples:
-        >>> lineage("repair-rounds"), lineage("si")
-        (['repair', 'repair-rounds'], ['si'])
-    """
-    ancestors = METHODS[name].__mro__[1:]
-    known = {METHODS[one]: one for one in METHODS.names() if METHODS[one] is not Method}
-    return [*(known[kind] for kind in reversed(ancestors) if kind in known), name]
 
 
 def with_structure(recipe: Recipe) -> Recipe:

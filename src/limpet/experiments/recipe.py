@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from limpet.errors import LimpetError
-from limpet.experiments.registry import suggestion
+from limpet.experiments.registry import lineage, suggestion
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -71,6 +71,9 @@ class Training(Part):
             measured over the data of the first task at its end. Otherwise they follow the newest task, which changes
             the outputs on earlier ones, and no memory protects against it. Weights and biases are trained and
             protected either way.
+        clip_norm: Largest norm of the gradient of the loss, to which it is scaled down; the penalty is not clipped. By
+            default ("auto") 1 while batch norm is frozen, without which a ResNet diverges at learning rates that it
+            needs for the first task, and no clipping otherwise.
     """
 
     optimizer: Literal["sgd", "adam"] = "sgd"
@@ -89,6 +92,7 @@ class Training(Part):
     patience: int | None = Field(None, ge=1)
     max_epochs: int = Field(100, ge=1)
     freeze_batch_norm: bool = False
+    clip_norm: Annotated[float, Field(gt=0)] | Literal["auto"] | None = "auto"
 
     @model_validator(mode="after")
     def _check_patience(self) -> Training:
@@ -227,8 +231,6 @@ class Preset(Part):
 
 def _labels(recipe: Recipe) -> list[str]:
     """The names whose settings apply to a recipe: each method it derives from, without and with the structure."""
-    from limpet.experiments.methods import lineage
-
     names = lineage(recipe.method)
     return [
         label for name in names for label in ((name, f"{name}/{recipe.structure}") if recipe.structure else (name,))

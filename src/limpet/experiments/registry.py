@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from limpet.errors import LimpetError
 
@@ -42,6 +42,35 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         """Return all names, sorted."""
         return sorted(self._items)
+
+
+METHODS: Registry[type[Any]] = Registry("method")
+"""Subclasses of `limpet.experiments.methods.Method`. Here, because presets need to know which derives from which."""
+
+
+def lineage(name: str) -> list[str]:
+    """Return the registered methods that a method derives from, the most general first, and the method itself.
+
+    Presets apply their settings in this order. The class that all methods derive from does not count, although it is
+    registered itself, as "fine-tuning".
+
+    Args:
+        name: Name of the method.
+
+    Returns:
+        The names.
+
+    Raises:
+        LimpetError: If there is no such method.
+
+    Examples:
+        >>> import limpet.experiments.methods
+        >>> lineage("repair-rounds"), lineage("si")
+        (['repair', 'repair-rounds'], ['si'])
+    """
+    known = {METHODS[one]: one for one in METHODS.names()}
+    inherited = [kind for kind in reversed(METHODS[name].__mro__[1:]) if kind in known]
+    return [*(known[kind] for kind in inherited if not all(issubclass(one, kind) for one in known)), name]
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

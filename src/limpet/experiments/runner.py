@@ -19,12 +19,12 @@ from torch import nn
 from limpet.errors import LimpetError
 from limpet.experiments.data import Examples
 from limpet.experiments.log import Log
-from limpet.experiments.methods import METHODS, Method, with_structure
+from limpet.experiments.methods import Method, with_structure
 from limpet.experiments.metrics import Score, score
 from limpet.experiments.networks import parameter_count
 from limpet.experiments.recipe import Recipe
 from limpet.experiments.record import ROUND, Curve, Record, RunFolder, Seconds, environment, peak_memory, summarised
-from limpet.experiments.registry import load_file
+from limpet.experiments.registry import METHODS, load_file
 from limpet.experiments.sequences import experiment_key
 from limpet.experiments.tasks import Lesson, Lessons
 from limpet.experiments.training import Position, TaskTraining, load_optimizer_state, optimizer_state

@@ -15,6 +15,9 @@ from limpet.errors import LimpetError
 from limpet.experiments.recipe import Recipe, Training
 from limpet.experiments.tasks import Lesson
 
+FROZEN_CLIP_NORM = 1.0
+"""Largest norm of the gradient while batch norm is frozen, with training.clip_norm=auto."""
+
 
 @dataclass
 class Position:
@@ -120,7 +123,7 @@ class TaskTraining:
         generator = torch.Generator().manual_seed(_seed(self.recipe.seed, self.task, at.epoch))
         torch.manual_seed(_seed(self.recipe.seed, self.task, at.epoch))  # for dropout etc.
         self._train_mode()
-        strength = self.recipe.memory.strength
+        strength, clip = self.recipe.memory.strength, self._clip_norm()
         losses = []
         for number, (lesson, rows) in enumerate(self._batches(generator)):
             update = at.epoch * self.updates_per_epoch + number
@@ -131,6 +134,8 @@ class TaskTraining:
             self.optimizer.zero_grad()
             loss = F.cross_entropy(self.model(inputs, lesson.head), labels)
             torch.autograd.backward(loss)
+            if clip is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), clip)  # before the penalty, which acts in the step
             self.optimizer.step()
             losses.append(loss.detach())
             on_update(number + 1, self.updates_per_epoch)
@@ -147,8 +152,15 @@ class TaskTraining:
 
     def _train_mode(self) -> None:
         self.model.train()
-        for norm in self._norms() if self._freezes and self.task else ():
+        for norm in self._frozen():
             norm.eval()
+
+    def _frozen(self) -> list[nn.modules.batchnorm._NormBase]:
+        return self._norms() if self._freezes and self.task else []
+
+    def _clip_norm(self) -> float | None:
+        clip = self.recipe.training.clip_norm
+        return (FROZEN_CLIP_NORM if self._frozen() else None) if isinstance(clip, str) else clip
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from limpet.curvature import Structure
 from limpet.deprecation import renamed_arguments
-from limpet.errors import LimpetError, MemoryFileError, UnsupportedError, finite_number, positive_whole
+from limpet.errors import LimpetError, MemoryFileError, UnsupportedError, finite_number, logger, positive_whole
 from limpet.forgetting.loss_curve import TaskHistory
 from limpet.likelihoods import Likelihood, resolve
 from limpet.methods.checks import check_model, excluded_names, say_what_is_not_protected
@@ -592,6 +592,7 @@ class Memory(ABC):
             state_dict.write(path, state)
         else:
             state_dict.write_together(path, state, sharding.ranks)
+        logger.info("saved the memory of %d tasks to %s", self.tasks, path)
 
     def _settings(self) -> dict[str, Any]:
         return {

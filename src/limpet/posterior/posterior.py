@@ -241,7 +241,8 @@ class Posterior:
                     f"exclude=[{name!r}]"
                 )
             if gone and held.tasks:
-                warn(f"the model no longer has {gone[0]}: its block is dropped from the memory", NotProtectedWarning)
+                dropped = f"the model no longer has {gone[0]}: its block is dropped from the memory"
+                warn(dropped, NotProtectedWarning, every_rank=self.sharding is not None)
             if gone or other:
                 del self.held[name]
 
