@@ -1,14 +1,20 @@
-"""Errors, warnings and argument checks. Every message says what is wrong and how to fix it."""
+"""Errors, warnings, the logger and argument checks. Every message says what is wrong and how to fix it."""
 
 from __future__ import annotations
 
+import logging
 import math
 import numbers
 import operator
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger("limpet")
+"""Logger of the library: what it reads and writes (level INFO), and the warnings of ranks other than 0."""
+logger.addHandler(logging.NullHandler())
 
 
 class LimpetError(Exception):
@@ -39,13 +45,33 @@ class FallbackWarning(LimpetWarning):
     """Part of the model is protected with a different structure than requested."""
 
 
-def warn(message: str, category: type[LimpetWarning]) -> None:
+def _only_process() -> int:
+    return 0
+
+
+_rank: Callable[[], int] = _only_process
+
+
+def set_rank(rank: Callable[[], int]) -> None:
+    """Set the function that returns the rank of this process, for `warn`. Called by `limpet.distributed`."""
+    global _rank
+    _rank = rank
+
+
+def warn(message: str, category: type[LimpetWarning], *, every_rank: bool = False) -> None:
     """Issue a warning that points at the caller's code, the nearest frame outside this package.
+
+    In a distributed run only rank 0 issues it; the other ranks, which have the same to say, write it to the logger.
 
     Args:
         message: The text, without the "limpet: " prefix.
         category: The warning class.
+        every_rank: Issue it on every rank. For warnings about what only one rank knows, such as its own shards.
     """
+    rank = _rank()
+    if rank and not every_rank:
+        logger.info("rank %d: %s", rank, message)
+        return
     package, level = str(Path(__file__).parent), 1
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):

@@ -11,6 +11,7 @@ import pytest
 
 from limpet import cli
 from limpet.experiments.record import RunFolder
+from limpet.version import __version__
 
 OWN = '''
 """A method, a task sequence and a network of one's own."""
@@ -67,6 +68,10 @@ def limpet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
 def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     code, out, _ = limpet(monkeypatch, capsys, *command, "--help")
     assert code == 0 and "Usage" in out and "Show this message" in out
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert limpet(monkeypatch, capsys, "--version") == (0, f"limpet {__version__}\n", "")
 
 
 @pytest.mark.parametrize(

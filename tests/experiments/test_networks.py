@@ -37,13 +37,12 @@ def test_stages_halve_the_resolution_and_double_the_channels() -> None:
 @pytest.mark.slow
 def test_split_cifar10_with_a_resnet_from_the_command_line(small_data: Path, tmp_path: Path) -> None:
     words = ["run", "split-cifar10", "--set", "network.name=resnet", "--set", "network.options.width=8"]
-    words += ["--set", "training.freeze_batch_norm=true", "--set", "training.batch_size=10"]
+    words += ["--set", "training.freeze_batch_norm=true", "--epochs", "30"]  # a task has 60 images, one update an epoch
     words += ["--tasks", "3", "--threads", "1", "--out", str(tmp_path / "run")]
-    command = [sys.executable, "-m", "limpet", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-m", "limpet", *words], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "running statistics" not in done.stderr
     record = RunFolder(tmp_path / "run").load_record()
-    assert record is not None and record.recipe.memory.every == 1
-    assert record.metrics["first_task"] is not None and record.metrics["first_task"] > 90
-    assert record.mean_accuracy > 90
+    assert record is not None and record.recipe.memory.every == 1 and record.recipe.training.lr == 0.02
+    assert [row[task] for task, row in enumerate(record.accuracy)] == [100.0] * 3  # each when it was learned
+    assert record.mean_accuracy > 70

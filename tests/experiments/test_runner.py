@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import nn
 
 import limpet
 from limpet.errors import LimpetError, NotProtectedWarning
@@ -221,25 +221,55 @@ def normed(shape: tuple[int, ...], heads: tuple[int, ...]) -> nn.Module:
     return Network(nn.Sequential(nn.Linear(shape[0], 8), nn.BatchNorm1d(8), nn.ReLU()), 8, heads)
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("method", ["online-laplace", "fine-tuning", "si"])
 def test_frozen_batch_norm_keeps_the_statistics_of_the_first_task(method: str, tmp_path: Path) -> None:
-    statistics: dict[bool, list[Tensor]] = {False: [], True: []}
     network = {"name": "test-normed", "options": {}}
-    for frozen, after in statistics.items():
+    for frozen in (False, True):
         chosen = recipe(method, network=network, training={"freeze_batch_norm": frozen})
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            one = Run(chosen, RunFolder(tmp_path / str(frozen)), Watcher(), 1e9)
-        norm = one.model.get_submodule("body.1")
-        assert isinstance(norm, nn.BatchNorm1d) and norm.running_mean is not None
-        weights = []
+        one = Run(chosen, RunFolder(tmp_path / str(frozen)), Watcher(), 1e9)
+        linear, norm = (one.model.get_submodule(f"body.{i}") for i in (0, 1))
+        assert isinstance(norm, nn.BatchNorm1d) and norm.running_mean is not None and norm.running_var is not None
+        means, variances, weights = [], [], []
         for _ in one.learn():
-            after.append(norm.running_mean.clone())
+            if not means:
+                hidden = linear(one.lessons.lesson(0).train.inputs).detach()
+            means.append(norm.running_mean.clone())
+            variances.append(norm.running_var.clone())
             weights.append(norm.weight.detach().clone())
         assert not torch.equal(weights[0], weights[1])  # weights are trained either way
-    assert torch.equal(statistics[True][0], statistics[False][0])  # the first task is not affected
-    assert all(torch.equal(one, statistics[True][0]) for one in statistics[True])
-    assert not torch.equal(statistics[False][1], statistics[False][0])
+        assert norm.momentum == 0.1
+        if frozen:
+            torch.testing.assert_close(means[0], hidden.mean(0))  # of all data, at the weights of the end
+            torch.testing.assert_close(variances[0], hidden.var(0), rtol=0.1, atol=0)  # of batches, on average
+            assert all(torch.equal(mean, means[0]) for mean in means)
+            assert all(torch.equal(variance, variances[0]) for variance in variances)
+        else:
+            assert not torch.equal(means[1], means[0])
+
+
+def test_gradients_are_clipped_while_batch_norm_is_frozen(tmp_path: Path) -> None:
+    def largest(task: int, **training: Any) -> float:
+        """The largest norm of a gradient that the optimizer sees in an epoch of steep loss."""
+        chosen = recipe("fine-tuning", network={"name": "test-normed", "options": {}}, training=training)
+        one = Run(chosen, RunFolder(tmp_path), Watcher(), 1e9)
+        with torch.no_grad():
+            one.model.get_parameter("heads.0.weight").mul_(100)
+        training_of_task, norms = one._training(task), [0.0]
+
+        def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            gradients = [p.grad.flatten() for p in one.model.parameters() if p.grad is not None]
+            norms.append(float(torch.cat(gradients).norm()))
+
+        training_of_task.optimizer.register_step_pre_hook(look)
+        training_of_task.epoch(lambda *_: None)
+        return max(norms)
+
+    assert largest(0, freeze_batch_norm=True) > 5
+    assert largest(1, freeze_batch_norm=False) > 5
+    assert largest(1, freeze_batch_norm=True) == pytest.approx(1, rel=1e-4)
+    assert largest(1, freeze_batch_norm=True, clip_norm=None) > 5
+    assert largest(0, clip_norm=2.5) == pytest.approx(2.5, rel=1e-4)
 
 
 @pytest.mark.parametrize("method", ["joint", "one-network-per-task"])

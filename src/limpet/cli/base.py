@@ -8,6 +8,7 @@ import warnings
 from typing import Annotated, Any
 
 from limpet.errors import LimpetError, LimpetWarning
+from limpet.version import __version__
 
 try:
     import typer
@@ -30,6 +31,21 @@ console = Console()
 Structure = Annotated[
     str | None, typer.Option(help="Curvature structure: kronecker (default), diagonal, kronecker-sum or dense.")
 ]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        console.print(f"limpet {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _shared(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """The options before the name of a command; the help text is that of `app`."""
 
 
 def _one_line(message: Warning | str, *_: Any, **__: Any) -> None:

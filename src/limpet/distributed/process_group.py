@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from limpet.errors import CurvatureError
+from limpet.errors import CurvatureError, set_rank
 
 T = TypeVar("T")
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
@@ -129,6 +129,9 @@ def rank_and_size() -> tuple[int, int]:
     """Return this process's rank and the number of ranks; (0, 1) in a single process and inside `alone`."""
     ranks = current()
     return (0, 1) if ranks is None else (ranks.rank, ranks.size)
+
+
+set_rank(lambda: rank_and_size()[0])
 
 
 @contextmanager

@@ -67,9 +67,13 @@ class Training(Part):
         validation: Number of training examples per task held out for validation.
         patience: Stop a task once its validation accuracy has not improved for this many epochs.
         max_epochs: Maximum number of epochs per task with `patience`.
-        freeze_batch_norm: Keep batch-norm modules in eval mode from the second task on, so that they normalize with the
-            statistics of the first task. Otherwise these follow the newest task, which changes the outputs on earlier
-            ones, and no memory protects against it. Their weights and biases are trained and protected either way.
+        freeze_batch_norm: Keep the statistics that batch norm normalizes with from the second task on. They are
+            measured over the data of the first task at its end. Otherwise they follow the newest task, which changes
+            the outputs on earlier ones, and no memory protects against it. Weights and biases are trained and
+            protected either way.
+        clip_norm: Largest norm of the gradient of the loss, to which it is scaled down; the penalty is not clipped. By
+            default ("auto") 1 while batch norm is frozen, without which a ResNet diverges at learning rates that it
+            needs for the first task, and no clipping otherwise.
     """
 
     optimizer: Literal["sgd", "adam"] = "sgd"
@@ -88,6 +92,7 @@ class Training(Part):
     patience: int | None = Field(None, ge=1)
     max_epochs: int = Field(100, ge=1)
     freeze_batch_norm: bool = False
+    clip_norm: Annotated[float, Field(gt=0)] | Literal["auto"] | None = "auto"
 
     @model_validator(mode="after")
     def _check_patience(self) -> Training:

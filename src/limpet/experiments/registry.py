@@ -45,13 +45,14 @@ class Registry(Generic[T]):
 
 
 METHODS: Registry[type[Any]] = Registry("method")
-"""The continual-learning methods, subclasses of `limpet.experiments.Method`."""
+"""Subclasses of `limpet.experiments.methods.Method`. Here, because presets need to know which derives from which."""
 
 
 def lineage(name: str) -> list[str]:
     """Return the registered methods that a method derives from, the most general first, and the method itself.
 
-    Presets apply their settings in this order. "fine-tuning" does not count, from which all methods derive.
+    Presets apply their settings in this order. The class that all methods derive from does not count, although it is
+    registered itself, as "fine-tuning".
 
     Args:
         name: Name of the method.
@@ -63,13 +64,13 @@ def lineage(name: str) -> list[str]:
         LimpetError: If there is no such method.
 
     Examples:
-        >>> from limpet.experiments import METHODS
+        >>> import limpet.experiments.methods
         >>> lineage("repair-rounds"), lineage("si")
         (['repair', 'repair-rounds'], ['si'])
     """
-    ancestors = METHODS[name].__mro__[1:]
-    known = {METHODS[one]: one for one in METHODS.names() if one != "fine-tuning"}
-    return [*(known[kind] for kind in reversed(ancestors) if kind in known), name]
+    known = {METHODS[one]: one for one in METHODS.names()}
+    inherited = [kind for kind in reversed(METHODS[name].__mro__[1:]) if kind in known]
+    return [*(known[kind] for kind in inherited if not all(issubclass(one, kind) for one in known)), name]
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

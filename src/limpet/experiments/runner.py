@@ -214,6 +214,8 @@ class Run:
                     self._look(number, training)
                 log.epoch(epoch + 1, {"loss": loss, **self.method.status().numbers()})
                 self._checkpoint()
+        with self._clock("training"):
+            training.finish()
         with self._clock("curvature"):
             self.method.learned(training.lessons[-1], lambda: map(self.lessons.lesson, range(number)))
         with self._clock("evaluation"):

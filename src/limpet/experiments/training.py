@@ -15,6 +15,9 @@ from limpet.errors import LimpetError
 from limpet.experiments.recipe import Recipe, Training
 from limpet.experiments.tasks import Lesson
 
+FROZEN_CLIP_NORM = 1.0
+"""Largest norm of the gradient while batch norm is frozen, with training.clip_norm=auto."""
+
 
 @dataclass
 class Position:
@@ -89,7 +92,7 @@ class TaskTraining:
         self, model: nn.Module, lessons: list[Lesson], recipe: Recipe, task: int, *, fresh: bool = False
     ) -> None:
         self.model, self.lessons, self.recipe, self.task = model, lessons, recipe, task
-        self._freeze_batch_norm = recipe.training.freeze_batch_norm and task > 0 and not fresh
+        self._freezes = recipe.training.freeze_batch_norm and not fresh
         self.optimizer = make_optimizer(model, recipe.training)
         self.position = Position()
         size = recipe.training.batch_size
@@ -120,7 +123,7 @@ class TaskTraining:
         generator = torch.Generator().manual_seed(_seed(self.recipe.seed, self.task, at.epoch))
         torch.manual_seed(_seed(self.recipe.seed, self.task, at.epoch))  # for dropout etc.
         self._train_mode()
-        strength = self.recipe.memory.strength
+        strength, clip = self.recipe.memory.strength, self._clip_norm()
         losses = []
         for number, (lesson, rows) in enumerate(self._batches(generator)):
             update = at.epoch * self.updates_per_epoch + number
@@ -131,6 +134,8 @@ class TaskTraining:
             self.optimizer.zero_grad()
             loss = F.cross_entropy(self.model(inputs, lesson.head), labels)
             torch.autograd.backward(loss)
+            if clip is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), clip)  # before the penalty, which acts in the step
             self.optimizer.step()
             losses.append(loss.detach())
             on_update(number + 1, self.updates_per_epoch)
@@ -140,11 +145,43 @@ class TaskTraining:
             raise LimpetError(f"training diverged in epoch {at.epoch} of task {self.task + 1}: {self._divergence()}")
         return mean
 
+    def _norms(self) -> list[nn.modules.batchnorm._NormBase]:
+        """The modules with running statistics: batch norm, and instance norm that tracks them."""
+        norms = (module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._NormBase))
+        return [norm for norm in norms if norm.track_running_stats]
+
     def _train_mode(self) -> None:
         self.model.train()
-        for module in self.model.modules() if self._freeze_batch_norm else ():
-            if isinstance(module, nn.modules.batchnorm._NormBase):  # instance norm may track statistics, too
-                module.eval()
+        for norm in self._frozen():
+            norm.eval()
+
+    def _frozen(self) -> list[nn.modules.batchnorm._NormBase]:
+        return self._norms() if self._freezes and self.task else []
+
+    def _clip_norm(self) -> float | None:
+        clip = self.recipe.training.clip_norm
+        return (FROZEN_CLIP_NORM if self._frozen() else None) if isinstance(clip, str) else clip
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Measure the statistics of batch norm that are to be frozen: over all data of the first task, at its end.
+
+        During training they are moving averages over batches and changing weights, and after few updates still close to
+        where they began. Later tasks would train with activations that are not normalized, and diverge.
+        """
+        norms = self._norms() if self._freezes and not self.task else []
+        if not norms:
+            return
+        momenta = [norm.momentum for norm in norms]
+        self.model.eval()  # no dropout
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # the mean over batches
+            norm.train()
+        for lesson, rows in self._batches(torch.Generator().manual_seed(_seed(self.recipe.seed, self.task, 0))):
+            self.model(lesson.train.batch(rows)[0], lesson.head)
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
 
     def _divergence(self) -> str:
         """Say which settings make a diverging training stable, those of the penalty first."""

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from limpet.errors import LimpetError, LimpetWarning, warn
+from limpet.errors import LimpetError, LimpetWarning, logger, warn
 from limpet.forgetting.repair import Repair
 from limpet.integrations.running_trainer import resumed_folder, run_first
 from limpet.integrations.training_session import TrainingSession
@@ -184,6 +184,7 @@ class MemoryCallback(TrainerCallback):
         kept = (folder or _checkpoint(args, state)) / FILE
         if kept.exists():
             self.memory.load_state_dict(state_dict.read(kept))
+            logger.info("restored the memory from %s", kept)
             return
         warn(
             f"training resumes at step {state.global_step}, but {kept} does not exist: the memory is used as it was "

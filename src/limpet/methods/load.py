@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from limpet.errors import LimpetWarning, warn
+from limpet.errors import LimpetWarning, logger, warn
 from limpet.likelihoods import Likelihood
 from limpet.methods import Memory
 from limpet.methods.restore import restored
@@ -57,6 +57,7 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Likelihood | None = 
     has_file = (Path(path) / FILE).is_file()
     state = dcp.read(path) if dcp.is_checkpoint(path) and not has_file else state_dict.read(local_file(path))
     memory = restored(state, model, likelihood)
+    logger.info("loaded the memory of %d tasks from %s", memory.tasks, path)
     _warn_if_unrelated(memory)
     return memory
 

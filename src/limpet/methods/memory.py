@@ -19,6 +19,7 @@ from limpet.errors import (
     MemoryFileError,
     UnsupportedError,
     finite_number,
+    logger,
     positive_whole,
     warn,
 )
@@ -694,6 +695,7 @@ class Memory(ABC):
             state_dict.write(path, state)
         else:
             state_dict.write_together(path, state, sharding.ranks)
+        logger.info("saved the memory of %d tasks to %s", self.tasks, path)
 
     def _settings(self) -> dict[str, Any]:
         return {

@@ -100,4 +100,5 @@ def _blocks(
             f"weight decay pulls protected weights towards zero, against the memory ({few(decayed)}): set "
             "weight_decay=0 for them; the memory's prior takes its place",
             LimpetWarning,
+            every_rank=posterior.sharding is not None,  # a rank binds only the blocks that it owns
         )
