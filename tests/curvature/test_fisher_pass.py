@@ -249,6 +249,7 @@ def test_exact_fisher_of_a_softmax_is_its_gauss_newton() -> None:
         close(roots.T @ roots, torch.diag(p) - torch.outer(p, p))
 
 
+@pytest.mark.slow
 def test_sampled_fisher_tends_to_the_exact_one() -> None:
     model, x, y = build("linear")
     exact = measure(model, [(x, y)], CATEGORICAL)
@@ -369,7 +370,11 @@ def test_gradient_checkpointing_gives_the_same() -> None:
     close(kronecker(found.terms["inner.0"][0]), kronecker(expected.terms["0"][0]))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(one, marks=pytest.mark.slow) for one in (torch.float16, torch.float32))],
+    ids=str,
+)
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "dense"])
 def test_sums_are_float32_or_better(dtype: torch.dtype, structure: str) -> None:
     model, x, y = build("linear")

@@ -110,6 +110,7 @@ def test_a_budget_that_is_not_reached_does_not_hold() -> None:
     assert (problem.model.weight - problem.optimum(1e-9)).norm() < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [-15.0, 0.0, 5.0])
 @pytest.mark.parametrize("adam", [False, True])
 def test_in_gradient_mode_a_budget_is_kept_from_any_start(adam: bool, start: float) -> None:

@@ -45,6 +45,7 @@ def test_draws_raise_the_predicted_loss_by_what_was_asked(structure: str, tasks:
         assert found.predicted(found.temperature) == pytest.approx(rise, rel=0.05)
 
 
+@pytest.mark.slow
 def test_draws_have_the_stated_covariance() -> None:
     model, x, y = networks.build("linear")
     memory = limpet.OnlineLaplace(model, structure="dense", strength=2.0, prior_precision=0.5)

@@ -142,6 +142,7 @@ def test_another_prior_takes_the_place_of_the_memorys() -> None:
     assert (found - expected).norm() < 1e-9 * expected.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["kronecker", "diagonal", "dense"])
 def test_weights_drawn_with_another_prior_have_its_covariance(structure: str) -> None:
     memory, _ = learned("linear", structure, prior_precision=3.0)

@@ -24,7 +24,7 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="logged %(name)s: %(message)s")
 warnings.simplefilter("always")
-warnings.showwarning = lambda message, *_: print(f"rank {rank} warns: {message}", flush=True)
+warnings.showwarning = lambda message, *_: sys.stdout.write(f"rank {rank} warns: {message}\\n")
 warn("all say this", LimpetWarning)
 warn("of this shard", LimpetWarning, every_rank=True)
 if rank == 1:
@@ -34,6 +34,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_what_all_ranks_say_is_issued_by_rank_0_and_logged_by_the_others(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)

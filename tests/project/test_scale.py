@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 PUBLISHED = {"Llama-3.2-1B": 1_235_814_400, "Llama-2-7B": 6_738_415_616, "Llama-3-70B": 70_553_706_496}
 
 
+@pytest.mark.slow
 def test_the_document_is_what_the_command_prints() -> None:
     scale = benchmark("scale")
     for name, parameters in PUBLISHED.items():

@@ -84,7 +84,7 @@ def train(
     [("kronecker", o) for o in SGD_OPTIONS] + [(s, SGD_OPTIONS[1]) for s in STRUCTURES],
     ids=str,
 )
-@pytest.mark.parametrize("every", [1, 4, 16])
+@pytest.mark.parametrize("every", [1, pytest.param(4, marks=pytest.mark.slow), 16])
 def test_proximal_training_reaches_the_minimiser(structure: str, options: dict[str, Any], every: int) -> None:
     model, memory, x, y = problem(structure)
     target = minimiser(model, memory, x, y)

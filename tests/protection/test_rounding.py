@@ -95,6 +95,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tens
         optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 4])
 def test_training_in_half_precision_ends_where_float32_does(every: int) -> None:
     whole, half = (learned_and_kept(dtype, every) for dtype in (torch.float32, torch.bfloat16))
