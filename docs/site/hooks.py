@@ -45,7 +45,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links as the site has them, and the commands where they belong."""
     text = "".join(_outside_code(markdown, lambda part: LINK.sub(lambda m: _link(m, page.file, files), part)))
-    return text.replace("<!-- commands -->", _commands()) if "<!-- commands -->" in text else text
+    for mark, made in (("<!-- commands -->", _commands), ("<!-- settings -->", lambda: _beside("settings").tables())):
+        text = text.replace(mark, made()) if mark in text else text
+    return text
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:

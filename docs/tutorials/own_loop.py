@@ -83,7 +83,7 @@ for name, strength in (("without a memory", 0.0), ("with a memory", 30.0)):
     print(f"{name}: first task {kept[0]:.1f} %, mean of five {sum(kept) / len(kept):.1f} %")
 
 # %% [markdown]
-# What does the memory contain? The report lists every parameter, whether it is protected and, if not, why.
+# What does the memory contain? The report lists every block, whether it is protected and, if not, why.
 
 # %%
 print(memory.report())

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 
 import limpet
 import networks
 from limpet import cli
 from limpet.errors import MemoryFileError
+from limpet.experiments.console import show_inspection
 from limpet.methods.inspect import inspect
 
 
@@ -58,6 +62,26 @@ def test_the_command_shows_and_draws(
     assert "online-laplace, kronecker, strength 2: 2 tasks, 12 examples" in said
     with Image.open(tmp_path / "stakes.png") as picture:
         assert picture.width > 600 and len(set(picture.convert("L").tobytes())) > 50  # a map, not a blank
+
+
+def test_repeated_layers_share_a_line_unless_all_are_asked_for(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    stages = [torch.nn.Sequential(OrderedDict(fc=torch.nn.Linear(4, 4), act=torch.nn.Tanh())) for _ in range(3)]
+    model = torch.nn.Sequential(*stages)
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate([(torch.randn(20, 4), torch.randint(0, 4, (20,)))], progress=False)
+    memory.save(tmp_path / "memory.safetensors")
+    blocks = inspect(tmp_path / "memory.safetensors").blocks
+    told = {}
+    for full in (False, True):
+        console = Console(width=160, record=True, file=io.StringIO())
+        show_inspection(console, inspect(tmp_path / "memory.safetensors"), full=full)
+        told[full] = [line.split() for line in console.export_text().splitlines() if "fc" in line]
+    assert [line[:2] for line in told[True]] == [[f"{i}.fc", "1"] for i in range(3)]
+    ((name, number, *_, share, percent, stake, size),) = told[False]
+    assert (name, number, percent) == ("*.fc", "3", "%") and size == f"{sum(block.nbytes for block in blocks):,}"
+    assert float(share) == pytest.approx(100 * sum(block.decided for block in blocks) / 3, abs=0.51)
+    assert float(stake) == pytest.approx(sum(block.at_stake for block in blocks), rel=6e-3)
 
 
 def test_what_is_no_memory_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -37,9 +38,41 @@ def test_every_parameter_has_a_row() -> None:
     assert "excluded" in rows["4.weight"].note
     assert "running statistics" in rows["1.running_mean"].note
     assert sum(row.bytes for row in rows.values()) == memory.nbytes == memory.report().nbytes
-    table = str(memory.report())
+    table = str(memory.report(full=True))
     assert all(name in table for name in rows) and "5 of 10 protected" in table
     assert "strength 3, 1 tasks, 8 examples" in table
+
+
+def test_the_table_has_a_line_per_block_and_one_for_repeated_layers() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6, bias=False))
+    memory = limpet.OnlineLaplace(net, exclude=["3"])
+    memory.consolidate([(torch.randn(8, 6), torch.randint(0, 6, (8,)))], progress=False)
+    lines = {line.split("  ")[0]: re.split(r"  +", line) for line in str(memory.report()).splitlines()}
+    for name in ("0", "1"):  # numbers alone are kept
+        assert lines[name][:4] == [name, "1", "weight 6x6, bias 6", "kronecker"]
+    assert lines["3.weight"][-2:] == ["NO", "excluded with exclude=[...]"]
+    assert lines["2.running_mean"][1] == "1" and "running statistics" in lines["2.running_mean"][-1]
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([*(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    deep = limpet.OnlineLaplace(Deep())
+    deep.consolidate([(torch.randn(8, 6), torch.randint(0, 3, (8,)))], progress=False)
+    cells = [re.split(r"  +", line) for line in str(deep.report()).splitlines()]
+    held = list(deep.posterior.held.values())
+    size = sum(one.nbytes for one in held[:4])
+    assert cells[3] == ["layers.*", "4", "weight 6x6, bias 6", "kronecker", f"{size:,}", "yes", "linear"]
+    assert cells[4] == ["layers.4", "1", "weight 3x6, bias 3", "kronecker", f"{held[4].nbytes:,}", "yes", "linear"]
+    assert len(cells) == 6 and len(deep.report().rows) == 10
+    assert len(str(deep.report(full=True)).splitlines()) == 3 + 10 + 1
 
 
 def test_what_is_measured_directly_is_said() -> None:

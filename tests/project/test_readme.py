@@ -21,7 +21,10 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [
     README,
-    *(ROOT / "docs" / f"{name}.md" for name in ("options", "language-models", "many-processes", "experiments")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("options", "language-models", "encoders", "many-processes", "experiments")
+    ),
 ]
 TEXT = "\n".join(page.read_text() for page in PAGES)
 PROCESSES = """
@@ -167,6 +170,30 @@ def test_the_numbers_are_those_of_the_results() -> None:
         found = {label: summary[name][label]["mean"] for label in labels if label in summary[name]}
         shown = [float(cell) for cell in cells.split("|") if cell.strip()]
         assert shown == [round(found[label], 1) for label in labels if label in found], name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_lines_for_encoders_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("tensorboard")
+    code = marked("encoder")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "events")
+    transformers.set_seed(0)
+    sizes = {"vocab_size": 30, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 12}
+    config = transformers.BertConfig(**sizes, num_attention_heads=2, max_position_embeddings=6)
+    transformers.BertForSequenceClassification(config).save_pretrained("small")
+
+    def rows(seed: int) -> list[dict[str, torch.Tensor]]:
+        tokens = torch.randint(0, 30, (40, 6), generator=torch.Generator().manual_seed(seed))
+        return [{"input_ids": row, "attention_mask": torch.ones(6).long(), "labels": row[0] % 2} for row in tokens]
+
+    old = torch.utils.data.DataLoader(rows(0), batch_size=10)
+    space: dict[str, Any] = {"old_loader": old, "new_data": rows(1)}
+    exec(code.replace("my-classifier", "small"), space)
+    assert (space["memory"].tasks, space["memory"].examples) == (2, 80)
+    assert limpet.load("out", space["model"]).tasks == 2
+    assert list(Path("events").iterdir()) and space["trainer"].state.global_step == 5
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -23,6 +23,7 @@ PAGES = [
     *("tutorials/strength", "api/index", "api/methods", "api/files", "api/likelihoods", "api/parallel"),
     *("api/integrations", "api/plan", "results/index", "results/permuted-mnist-50/index", "results/language/index"),
     *("quickstart", "options", "language-models", "many-processes", "experiments", "glossary", "find-your-way"),
+    *("encoders", "settings"),
     *("decisions/index", "decisions/0008-measured-rise", "CHANGELOG", "CONTRIBUTING", "examples/index"),
 ]
 
@@ -35,7 +36,7 @@ def module(name: str) -> ModuleType:
     return found
 
 
-tutorials = module("tutorials")
+tutorials, settings = module("tutorials"), module("settings")
 SCRIPTS = sorted(tutorials.SCRIPTS.glob("*.py"))
 
 
@@ -54,6 +55,23 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert built.returncode == 0, built.stdout + built.stderr
     assert "WARNING" not in built.stderr
     return out
+
+
+def test_the_reference_has_every_setting_of_a_recipe_with_its_meaning() -> None:
+    from limpet.experiments.recipe import Preset, Recipe, parse_setting
+
+    rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| `(.*)` \| (.+) \|$", settings.tables(), flags=re.M)
+    told = {name: (values, default, meaning) for name, values, default, meaning in rows}
+    kinds = dict(settings.parts(Recipe))
+    fields = {f"{prefix}{name}" for prefix, kind in kinds.items() for name in kind.model_fields}
+    assert set(told) == fields - {prefix.rstrip(".") for prefix in kinds}
+    for prefix, kind in kinds.items():
+        assert set(settings.meanings(kind)) == set(kind.model_fields), prefix
+    for name, (_, default, _) in told.items():  # a default, set on the command line, is the default
+        assert Preset().resolve(dict([parse_setting(f"{name}={default}")])) == Recipe(), name
+    assert told["training.lr"][:2] == ("number, > 0", "0.05")
+    assert told["training.clip_norm"][:2] == ("number > 0 or auto or null", "auto")
+    assert told["scenario"][:2] == ("task, domain, class or null", "null")
 
 
 @pytest.mark.slow

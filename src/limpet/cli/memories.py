@@ -176,6 +176,9 @@ def inspect_command(
         Path | None,
         typer.Option(help="Save a plot of how strongly each layer constrains new tasks to this image file."),
     ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="List every block; by default, blocks of repeated layers share a line.")
+    ] = False,
 ) -> None:
     """Show the contents of a memory file: its layers, how strongly each is constrained, and its tasks.
 
@@ -186,7 +189,7 @@ def inspect_command(
     from limpet.methods.inspect import inspect
 
     found = inspect(path)
-    show_inspection(console, found)
+    show_inspection(console, found, full=full)
     if plot is not None:
         from limpet.experiments.figures import stakes
 

@@ -30,14 +30,25 @@ class Part(BaseModel):
 
 
 class Pixels(Part):
-    """Normalization of pixels: (x / 255 - mean) / std."""
+    """Normalization of pixels: (x / 255 - mean) / std.
+
+    Attributes:
+        mean: Mean of the pixels in [0, 1], which is subtracted.
+        std: Standard deviation, by which they are divided.
+    """
 
     mean: float = 0.0
     std: float = Field(1.0, gt=0)
 
 
 class NetworkChoice(Part):
-    """Name of a network in `NETWORKS`, and keyword arguments of its function."""
+    """The network.
+
+    Attributes:
+        name: Name of the network; `limpet list` shows all.
+        options: Keyword arguments of its function, such as `hidden` for mlp or `width` for resnet. Those of the preset
+            do not apply to another network.
+    """
 
     name: str = "mlp"
     options: dict[str, Any] = {}

@@ -591,11 +591,15 @@ class Memory(ABC):
             return evidence_prior(self.posterior)
         return prior_precision
 
-    def report(self) -> Report:
-        """List every parameter of the model: its block, structure and bytes, and whether it is protected or why not.
+    def report(self, *, full: bool = False) -> Report:
+        """List the blocks of the model: structure and bytes, and whether they are protected or why not.
+
+        Args:
+            full: Print a line per parameter. By default, a line per block, or per group of blocks that differ only in
+                numbers in their names.
 
         Returns:
-            The rows of the table; `str(report)` formats it.
+            A row for every parameter; `str(report)` formats them as a table.
         """
         from limpet.posterior.summary import report
 
@@ -604,7 +608,7 @@ class Memory(ABC):
             f"{type(self).__name__}: {self.structure}, strength {self._strength_text}{chosen}, {self.tasks} tasks, "
             f"{self.examples:,} examples{self._probe_text}"
         )
-        return report(self.posterior, title, exclude=self.exclude, unused=self.unused)
+        return report(self.posterior, title, exclude=self.exclude, unused=self.unused, full=full)
 
     @property
     def _probe_text(self) -> str:

@@ -41,33 +41,78 @@ class ParameterRow:
 class Report:
     """Report on what a memory protects; `str(report)` formats it as a table.
 
+    The table has a line per block. Blocks that differ only in numbers in their names, such as the same layer of every
+    transformer block, share a line. With `full`, it has a line per parameter.
+
     Args:
         title: Title line of the table.
         rows: One row for every parameter and every running statistic.
         nbytes: Size of the memory, in bytes.
+        full: Whether the table has a line per parameter.
     """
 
     title: str
     rows: tuple[ParameterRow, ...]
     nbytes: int
+    full: bool = False
 
     def __str__(self) -> str:
-        header = ("parameter", "shape", "block", "structure", "bytes", "protected", "note")
-        cells = [header] + [
-            (
-                row.name,
-                "x".join(map(str, row.shape)) or "scalar",
-                row.block,
-                row.structure,
-                f"{row.bytes:,}",
-                "yes" if row.protected else "NO",
-                row.note,
-            )
-            for row in self.rows
-        ]
+        cells = self._by_parameter() if self.full else self._by_block()
         protected = sum(row.protected for row in self.rows)
         total = f"{protected} of {len(self.rows)} protected, {self.nbytes:,} bytes"
         return "\n".join([self.title, *aligned(cells), total])
+
+    def _by_parameter(self) -> list[tuple[str, ...]]:
+        header = ("parameter", "shape", "block", "structure", "bytes", "protected", "note")
+        lines = [
+            (row.name, _size(row), row.block, row.structure, f"{row.bytes:,}", _yes(row), row.note) for row in self.rows
+        ]
+        return [header, *lines]
+
+    def _by_block(self) -> list[tuple[str, ...]]:
+        blocks: dict[str, list[ParameterRow]] = {}
+        for row in self.rows:
+            blocks.setdefault(f"block {row.block}" if row.block else f"parameter {row.name}", []).append(row)
+        alike: dict[tuple[str, ...], list[tuple[str, int]]] = {}
+        for rows in blocks.values():
+            first, name = rows[0], rows[0].block or rows[0].name
+            own = ", ".join(f"{row.name.rpartition('.')[2]} {_size(row)}" for row in rows)
+            notes = "; ".join(dict.fromkeys(row.note for row in rows))
+            key = (numberless(name), own, first.structure, _yes(first), notes)
+            alike.setdefault(key, []).append((name, sum(row.bytes for row in rows)))
+        header = ("block", "number", "parameters", "structure", "bytes", "protected", "note")
+        lines = [
+            (
+                found[0][0] if len(found) == 1 else pattern,
+                str(len(found)),
+                parameters,
+                structure,
+                f"{sum(size for _, size in found):,}",
+                protected,
+                note,
+            )
+            for (pattern, parameters, structure, protected, note), found in alike.items()
+        ]
+        return [header, *lines]
+
+
+def numberless(name: str) -> str:
+    """Replace the numbers among the parts of a name, unless there is nothing else.
+
+    Examples:
+        >>> numberless("model.layers.11.mlp.fc1"), numberless("2")
+        ('model.layers.*.mlp.fc1', '2')
+    """
+    parts = name.split(".")
+    return name if all(map(str.isdigit, parts)) else ".".join("*" if part.isdigit() else part for part in parts)
+
+
+def _size(row: ParameterRow) -> str:
+    return "x".join(map(str, row.shape)) or "scalar"
+
+
+def _yes(row: ParameterRow) -> str:
+    return "yes" if row.protected else "NO"
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
@@ -78,7 +123,9 @@ def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def report(posterior: Posterior, title: str, *, exclude: Collection[str], unused: Collection[str]) -> Report:
+def report(
+    posterior: Posterior, title: str, *, exclude: Collection[str], unused: Collection[str], full: bool = False
+) -> Report:
     """Create a report with a row for every parameter and every running statistic of the model.
 
     Args:
@@ -86,6 +133,7 @@ def report(posterior: Posterior, title: str, *, exclude: Collection[str], unused
         title: Title line of the table.
         exclude: The excluded names or patterns.
         unused: Names of the parameters that had no gradient in the newest task.
+        full: Whether the table has a line per parameter.
 
     Returns:
         The report.
@@ -113,7 +161,7 @@ def report(posterior: Posterior, title: str, *, exclude: Collection[str], unused
         rows.append(ParameterRow(name, tuple(lost), held.block.name, "", _share(held, name), False, note))
     for name, size in running_statistics(posterior.model).items():
         rows.append(ParameterRow(name, size, "", "", 0, False, "running statistics: they follow the newest data"))
-    return Report(title, tuple(rows), posterior.nbytes)
+    return Report(title, tuple(rows), posterior.nbytes, full)
 
 
 def described(precision: Precision) -> str:
