@@ -213,8 +213,6 @@ def build(name: str, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
     """A network in float64, eight-ish inputs, and targets of three classes."""
     torch.manual_seed(seed)
     make, inputs = NETWORKS[name]
-    x = inputs()
-    x = x.double() if x.is_floating_point() else x
-    model = make().double()
+    x, model = inputs(), make()
     model(x)  # lazy layers find their size
-    return model, x, torch.randint(0, 3, (len(x),))
+    return model.double(), x.double() if x.is_floating_point() else x, torch.randint(0, 3, (len(x),))

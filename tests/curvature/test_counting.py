@@ -14,6 +14,7 @@ import limpet
 from limpet.curvature.counting import ROWS
 from limpet.errors import CurvatureError, LimpetWarning
 from limpet.likelihoods import Bernoulli, Categorical, Gaussian
+from limpet.methods.repair import HeldOutSplit
 
 F = nn.functional
 
@@ -128,6 +129,22 @@ def test_a_limit_keeps_the_scale_when_forward_flattens_positions() -> None:
             traces[name, limit], counts[name, limit] = trace(memory), memory.examples
     assert set(counts.values()) == {4000}
     assert max(traces.values()) < 1.1 * min(traces.values()), traces
+
+
+def joined(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Pack rows into one, as collators without padding do."""
+    x, y = (torch.cat(some).unsqueeze(0) for some in zip(*rows, strict=True))
+    return x, y
+
+
+@pytest.mark.parametrize(("collate", "limit"), [(None, 7), (None, 25), (joined, 45), (joined, None)])
+def test_rows_that_a_limit_cuts_or_a_collator_joins(collate: Any, limit: int | None) -> None:
+    """A batch that the limit cuts to one row is one row; a batch that the collator made one row is all of them."""
+    loader = DataLoader(tokens(), batch_size=4, collate_fn=collate)
+    for batches in (loader, HeldOutSplit(loader, hold_out=False)):
+        memory = memory_of(nn.Linear(4, 5), fisher="sampled")
+        memory.consolidate(batches, limit=limit)
+        assert memory.examples == 400
 
 
 def test_protection_with_another_count_than_the_pass_warns() -> None:

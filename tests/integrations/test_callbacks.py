@@ -52,7 +52,9 @@ def tiny() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(60, 5), torch.randint(0, 3, (60,))
 
 
-def lightning_run(model: nn.Module, callback: Any, folder: Path, epochs: int, resume: Path | None = None) -> Any:
+def lightning_run(
+    model: nn.Module, callback: Any, folder: Path, epochs: int, resume: Path | None = None, logger: Any = False
+) -> Any:
     import lightning.pytorch as pl
 
     _, x, y = tiny()
@@ -72,7 +74,7 @@ def lightning_run(model: nn.Module, callback: Any, folder: Path, epochs: int, re
         max_epochs=epochs,
         callbacks=[callback],
         default_root_dir=folder,
-        logger=False,
+        logger=logger,
         enable_progress_bar=False,
         enable_model_summary=False,
         accelerator="cpu",
@@ -216,7 +218,6 @@ def test_the_best_model_is_returned_as_it_was_saved(tmp_path: Path, caplog: pyte
 
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_logs_what_the_protection_did(tmp_path: Path) -> None:
-    import lightning.pytorch as pl
     from lightning.pytorch.loggers import CSVLogger
 
     from limpet.integrations.lightning import MemoryCallback
@@ -225,21 +226,8 @@ def test_lightning_logs_what_the_protection_did(tmp_path: Path) -> None:
     memory = limpet.OnlineLaplace(model, strength=5.0)
     memory.consolidate([(x, y)], progress=False)
 
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = model
-
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            return F.cross_entropy(self.network(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     callback, logger = MemoryCallback(memory), CSVLogger(tmp_path)
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(max_epochs=2, callbacks=[callback], logger=logger, accelerator="cpu", **quiet)
-    trainer.fit(Module(), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=20))
+    lightning_run(model, callback, tmp_path, 2, logger=logger)
     logger.save()
     assert callback.summary is not None and callback.summary.steps == callback.summary.penalised == 6
     written = Path(logger.log_dir, "metrics.csv").read_text()

@@ -88,7 +88,7 @@ class BatchStep:
         self.draws = draws
         self.seed = seed
         self.forward = forward
-        self.joined = 1  # rows of the data set that a collator may have joined to one row (packing without padding)
+        self.joined = 1  # rows of the data set in a batch of one row: more if the collator joins them (packing)
         self.parameters = named_parameters(model)
         self.live = UnshardedParameters(model)
         self.recorder = Recorder()
@@ -154,7 +154,9 @@ class BatchStep:
             self._mark_padding(batch)
             self._accumulate(batch, outputs, targets, tensors)
         self.recorder.clear()
-        self._count(batch, outputs, targets)
+        # `forward` may make another number of output rows of a batch, such as one for each position
+        rows = batch_size(batch) or tensors[0].shape[0]
+        self._count(self.joined if (size or rows) == 1 else rows, outputs, targets)
 
     def _check_loss(self, batch: Any) -> None:
         """Compare the loss of the first batch with the one that the model computes itself, if it does."""
@@ -165,14 +167,12 @@ class BatchStep:
         if not all(bool(torch.isfinite(tensor).all()) for tensor in outputs):
             raise CurvatureError("the model's outputs contain inf or nan: check the data and the weights")
 
-    def _count(self, batch: Any, outputs: Any, targets: Any) -> None:
-        """Update the counters after a batch has been added."""
+    def _count(self, rows: int, outputs: Any, targets: Any) -> None:
+        """Update the counters after a batch of so many rows of the data set has been added."""
         with torch.no_grad():
             self.tally += self.likelihood.tally(outputs, targets)
         self.seen += self.likelihood.count(outputs, targets)
-        # `forward` may make another number of output rows of a batch, such as one for each position
-        rows = batch_size(batch) or as_tensors(outputs)[0].shape[0]
-        self.rows += self.joined if rows == 1 else rows
+        self.rows += rows
 
     def _positions(self, batch: Any, size: int) -> float:
         """Number of counted units per example of the batch: 1, or its predicted positions."""

@@ -117,9 +117,9 @@ class ShardedPass(FisherPass):
             error = raised
         self.ranks.raise_together(error)
 
-    def _count(self, batch: Any, outputs: Any, targets: Any) -> None:
+    def _count(self, rows: int, outputs: Any, targets: Any) -> None:
         if not self.idle:
-            super()._count(batch, outputs, targets)
+            super()._count(rows, outputs, targets)
 
     def _on_any_rank(self, flag: bool) -> bool:
         return any(self.ranks.gather(flag))

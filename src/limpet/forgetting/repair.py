@@ -271,7 +271,8 @@ class Repair:
         self.undo()
         if drift() <= budget:
             return self
-        _, enough = bisected(lambda s: self._measure_at(drift, s, scale) > budget, furthest=FURTHEST, close=CLOSE)
+        # twice as fine as for a tolerance, because the drift falls faster than the strength rises
+        _, enough = bisected(lambda s: self._measure_at(drift, s, scale) > budget, furthest=FURTHEST, close=CLOSE / 2)
         found = self._measure_at(drift, enough, scale)
         if found <= budget:
             return self

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 
-from limpet.errors import LimpetError
+from limpet.errors import LimpetError, logger
 from limpet.methods import Memory
 from limpet.protection.summary import ProtectionSummary
 
@@ -37,7 +36,7 @@ class TrainingSession:
         """
         self._protection.__exit__(None if finished else LimpetError)
         summary = self._protection.summary()
-        logging.getLogger("limpet").info("protection: %s", summary)
+        logger.info("protection: %s", summary)
         return summary
 
     @torch.no_grad()

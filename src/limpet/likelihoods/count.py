@@ -10,8 +10,7 @@ class Count(int):
     token classification, segmentation) it is the number of predicted positions. A `Count` is an integer, so it can be
     passed as `examples=`. It is made by `memory.count(batches)` and by a pass over the data.
 
-    Args:
-        terms: Number of terms that the mean loss averages over.
+    Attributes:
         rows: Number of rows of all batches.
 
     Examples:
@@ -23,7 +22,16 @@ class Count(int):
 
     rows: int
 
-    def __new__(cls, terms: int, rows: int) -> Count:  # noqa: D102 - described by the class
+    def __new__(cls, terms: int, rows: int) -> Count:
+        """Create a count.
+
+        Args:
+            terms: Number of terms that the mean loss averages over.
+            rows: Number of rows of all batches.
+
+        Returns:
+            The count.
+        """
         count = super().__new__(cls, terms)
         count.rows = rows
         return count

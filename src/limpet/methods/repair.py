@@ -240,9 +240,9 @@ class HeldOutSplit:
     def __init__(self, batches: Iterable[Any], *, hold_out: bool) -> None:
         check_batches(batches)
         self.batches, self.hold_out = batches, hold_out
-        # the pass looks these up to restore the random state of the loader
-        self.sampler, self.batch_sampler, self.generator = (
-            getattr(batches, name, None) for name in ("sampler", "batch_sampler", "generator")
+        # the pass looks these up, to restore the random state of the loader and to count the rows of packed batches
+        self.sampler, self.batch_sampler, self.generator, self.batch_size = (
+            getattr(batches, name, None) for name in ("sampler", "batch_sampler", "generator", "batch_size")
         )
         self._read = False
         self.held: list[Any] = []
