@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import limpet
-from limpet.methods.state_dict import State
+from limpet.io.state import State
 
 
 def metadata(memory: limpet.Memory) -> dict[str, Any]:
@@ -20,4 +20,6 @@ def changed(state: State, *, without: str | None = None, settings: dict[str, Any
     told = {**json.loads(state["metadata"]), **other}
     told["settings"] = {**told["settings"], **(settings or {})}
     told["settings"].pop(without, None)
+    for name in ("sha256", "checksums"):
+        told.pop(name, None)
     return {"metadata": json.dumps(told), "tensors": state["tensors"]}

@@ -199,7 +199,7 @@ class MemoryCallback(TrainerCallback):
         if self.memory.sharded:  # all ranks write to the same file
             self.memory.save(path)
             return
-        state = self.memory.state_dict()
+        state = self.memory._state()
         # the tensors of a memory are never modified in place, so equal ids mean equal content
         content = state["metadata"], {name: id(tensor) for name, tensor in state["tensors"].items()}
         unchanged = self._written is not None and self._written[1] == content

@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from limpet.errors import MemoryFileError
+from limpet.io.state import update_digest
 
 VERSION = 1
 HEADER_LIMIT = 100_000_000
@@ -183,7 +183,5 @@ def checksum(described: str, tensors: Mapping[str, Tensor]) -> str:
     """
     digest = hashlib.sha256(described.encode())
     for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        update_digest(digest, name, tensors[name])
     return digest.hexdigest()

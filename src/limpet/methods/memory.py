@@ -24,6 +24,7 @@ from limpet.errors import (
     warn,
 )
 from limpet.forgetting.loss_curve import TaskHistory
+from limpet.io.state import State, sealed
 from limpet.likelihoods import Likelihood, resolve
 from limpet.methods.checks import check_model, excluded_names, say_what_is_not_protected
 from limpet.model import Block, Forward, discover, plain, unwrapped
@@ -37,7 +38,6 @@ if TYPE_CHECKING:  # imported lazily at run time, to keep `import limpet` fast
     from limpet.forgetting.drift import Drift
     from limpet.forgetting.forecast import Forecast
     from limpet.forgetting.probe import Probe
-    from limpet.io.state import State
     from limpet.likelihoods import Count
     from limpet.methods.state_dict import Settings
     from limpet.posterior.summary import Report
@@ -633,8 +633,14 @@ class Memory(ABC):
         ranks with `limpet.load(folder, model)`. If the memory is sharded, this is a collective.
 
         Returns:
-            The state. A sharded memory returns the tensors of the rank's own blocks.
+            The state, with a SHA-256 checksum of every tensor and of the metadata. A sharded memory returns the tensors
+            of the rank's own blocks.
         """
+        sharding = self.posterior.sharding
+        return sealed(self._state(), sharding.ranks if sharding is not None else None)
+
+    def _state(self) -> State:
+        """The state without checksums."""
         from limpet.methods import state_dict
 
         extra = self._extra_tensors()
@@ -694,7 +700,7 @@ class Memory(ABC):
         """
         from limpet.methods import state_dict
 
-        state, sharding = self.state_dict(), self.posterior.sharding
+        state, sharding = self._state(), self.posterior.sharding
         if sharding is None:
             state_dict.write(path, state)
         else:

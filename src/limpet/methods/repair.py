@@ -183,7 +183,7 @@ def _usable(memory: Memory, model: nn.Module) -> Laplace:
     if memory.model is unwrapped(model):
         memory.posterior.follow_devices()
         return memory
-    own = restored(memory.state_dict(), model, memory.likelihood)
+    own = restored(memory._state(), model, memory.likelihood)
     assert isinstance(own, Laplace)
     return own
 

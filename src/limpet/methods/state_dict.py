@@ -20,7 +20,7 @@ from limpet.distributed import Ranks, shard_like
 from limpet.errors import LimpetError, MemoryFileError, finite_number, positive_whole, signed_number, whole_number
 from limpet.forgetting.probe import Probe
 from limpet.io import sharded_tensor_file, tensor_file
-from limpet.io.state import State
+from limpet.io.state import State, unsealed
 from limpet.model import PER_SAMPLE, Block
 from limpet.posterior import BlockPosterior, Posterior
 from limpet.precision import STRUCTURES
@@ -53,7 +53,7 @@ class Content:
             metadata = json.loads(state["metadata"], parse_constant=tensor_file.no_constant)
             if not isinstance(metadata, dict) or not isinstance(metadata.get("settings"), dict):
                 raise ValueError("the metadata are not those of a limpet memory")
-            return cls(metadata, state["tensors"])
+            return cls(*unsealed(metadata, state["tensors"]))
 
 
 # --- from a memory to a state ----------------------------------------------------------------------------------
@@ -393,6 +393,12 @@ def _restore_proximal(
 # --- files -----------------------------------------------------------------------------------------------------
 
 
+def _described(state: State) -> dict[str, Any]:
+    """The metadata without the checksums of the state, because a file has its own."""
+    metadata: dict[str, Any] = json.loads(state["metadata"])
+    return {name: value for name, value in metadata.items() if name not in ("checksums", "sha256")}
+
+
 def write(path: str | Path, state: State) -> None:
     """Write a state to a file, atomically.
 
@@ -400,7 +406,7 @@ def write(path: str | Path, state: State) -> None:
         path: Path of the file.
         state: The state.
     """
-    tensor_file.write(path, FORMAT, json.loads(state["metadata"]), state["tensors"])
+    tensor_file.write(path, FORMAT, _described(state), state["tensors"])
 
 
 def write_together(path: str | Path, state: State, ranks: Ranks) -> None:
@@ -411,7 +417,7 @@ def write_together(path: str | Path, state: State, ranks: Ranks) -> None:
         state: This rank's part of the state.
         ranks: The process group.
     """
-    sharded_tensor_file.write(path, FORMAT, json.loads(state["metadata"]), state["tensors"], ranks)
+    sharded_tensor_file.write(path, FORMAT, _described(state), state["tensors"], ranks)
 
 
 def read(path: str | Path) -> State:
