@@ -175,7 +175,7 @@ def edit(rng: random.Random, files: Files) -> Files:
     return {**files, INDEX: pickle.dumps(index)}
 
 
-GENERAL = (flip, cut, overwrite, extend, lose)
+GENERAL = (flip, cut, overwrite, extend)
 
 
 def damaged(kind: type[Folder] | type[Pass], count: int, seed: int, *, show: bool = False) -> Counter[str]:
@@ -195,7 +195,9 @@ def damaged(kind: type[Folder] | type[Pass], count: int, seed: int, *, show: boo
         Exception: If loading one raised anything but its own error.
     """
     rng, outcomes = random.Random(seed), Counter[str]()
-    ways: tuple[Callable[[random.Random, Files], Files], ...] = (*GENERAL, edit, edit) if kind is Folder else GENERAL
+    ways: tuple[Callable[[random.Random, Files], Files], ...] = (
+        (*GENERAL, lose, edit, edit) if kind is Folder else GENERAL
+    )
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as root:
         whole, bad = pathlib.Path(root) / "whole", pathlib.Path(root) / "bad"
         subject = kind(whole)

@@ -395,7 +395,7 @@ def test_numbers_that_no_memory_has_are_refused() -> None:
             limpet.OnlineLaplace(model).load_state_dict(state)
     for structure, name in (("kronecker-sum", "0/precision/terms.0.outputs"), ("dense", "0/precision/matrix")):
         model, other = filled(limpet.OnlineLaplace, structure=structure)
-        state = other.state_dict()
+        state = changed(other.state_dict())
         state["tensors"] = {**state["tensors"], name: -state["tensors"][name]}
         with pytest.raises(MemoryFileError, match="negative"):
             limpet.OnlineLaplace(model, structure=structure).load_state_dict(state)
