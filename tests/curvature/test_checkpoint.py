@@ -13,8 +13,9 @@ import torch
 
 import limpet
 import networks
-from limpet.curvature.checkpoint import Checkpoint
+from limpet.curvature.checkpoint import FORMAT, Checkpoint, batch_hash
 from limpet.errors import CurvatureError, MemoryFileError
+from limpet.io import tensor_file
 from limpet.likelihoods import Categorical
 from limpet.precision import Term
 from reference import measure
@@ -122,3 +123,59 @@ def test_any_name_of_a_module_and_of_a_file_will_do(key: str, tmp_path: Path, mo
     assert not path.exists()
     traces = [float(memory.posterior.held[key].precision.trace()) for memory in (resumed, whole)]
     assert traces[0] == pytest.approx(traces[1], rel=1e-6)
+
+
+def batches_of(seed: int, count: int = 4) -> list[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return [{"x": torch.randn(5, 3, generator=generator), "y": torch.arange(5) % 2, "id": str(seed)}] * count
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (batches_of(1), "batch 0 is not the one"),
+        (batches_of(0)[:2] + batches_of(1), "batch 2 is not the one"),
+        ([{**batch, "id": "x"} for batch in batches_of(0)], "batch 0 is not the one"),
+        (batches_of(0, 2), "there are 2 batches, fewer than those"),
+    ],
+)
+def test_other_data_are_rejected_on_resume(
+    other: list[Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Checkpoint, "SECONDS", 0.0)
+    model, path = torch.nn.Linear(3, 2), tmp_path / "pass.safetensors"
+
+    def forward(model: Any, batch: Any) -> Any:
+        return model(batch["x"]), batch["y"]
+
+    def interrupted() -> Any:
+        yield from batches_of(0, 3)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        limpet.OnlineLaplace(model).consolidate(interrupted(), examples=20, forward=forward, checkpoint=path)
+    before = path.read_bytes()
+    memory = limpet.OnlineLaplace(model)
+    with pytest.raises(CurvatureError, match=message):
+        memory.consolidate(other, examples=30, forward=forward, checkpoint=path)
+    assert memory.tasks == 0 and path.read_bytes() == before
+    memory.consolidate(batches_of(0), examples=20, forward=forward, checkpoint=path)
+    assert memory.tasks == 1 and not path.exists()
+
+
+def test_a_checkpoint_without_hashes_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of earlier versions have none."""
+    model, x, y = networks.build("linear")
+    path = tmp_path / "pass.safetensors"
+    measure(model, [(x, y)], Categorical(), checkpoint=Checkpoint(path, seconds=0.0))
+    described, tensors = tensor_file.read(path, FORMAT)
+    tensor_file.write(path, FORMAT, described, {name: tensors[name] for name in tensors if name != "hashes"})
+    found = measure(model, [(x, y)], Categorical(), checkpoint=Checkpoint(path, seconds=0.0))
+    assert found.seen == len(x)
+
+
+def test_the_hash_of_a_batch() -> None:
+    x = torch.arange(6.0)
+    assert batch_hash((x, 1)) == batch_hash((x.clone(), 1))
+    others = [(x, 2), (x, True), [x, 1], (x.double(), 1), (x.reshape(2, 3), 1), (x + 1e-6, 1), {"a": x, "b": 1}, (x,)]
+    assert len({batch_hash(other) for other in [(x, 1), *others]}) == 9

@@ -4,6 +4,9 @@ Every rank writes its own file, in which sums and batches are consistent, so any
 has been read. A set written by a different number of ranks is rewritten by the resuming ranks as the next generation
 before it is deleted. If the ranks share one sharded model, each has the sums of its own blocks only, over the batches
 of all ranks; every save is then a new generation, which is valid once all ranks have written it.
+
+A resumed pass reads all batches again, to skip those that the sums include. Their hashes are compared with the saved
+ones, because other data, or the same data in another order, would be counted twice or not at all.
 """
 
 from __future__ import annotations
@@ -12,22 +15,27 @@ import glob
 import hashlib
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from limpet.curvature.batch_step import block_of
 from limpet.curvature.fisher_pass import FisherPass
 from limpet.distributed import Ranks, current, rank_and_size
 from limpet.errors import CurvatureError, MemoryFileError
 from limpet.io import tensor_file
+from limpet.io.state import update_digest
+from limpet.model.batch import plain_batch
 from limpet.model.fingerprint import fingerprint_of_weights
 
 FORMAT = "limpet curvature pass"
+UNKNOWN = 0
+"""In place of the hash of a batch that a file of an earlier version has none for."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ class Checkpoint:
         self.generation = 0
         self._last = time.monotonic()
         self._fingerprint: str | None = None
+        self._hashes: dict[int, int] = {}  # of the batches, by number
 
     def file(self, generation: int, rank: int, size: int) -> Path:
         """Path of a rank's file.
@@ -85,6 +94,33 @@ class Checkpoint:
             self._fingerprint = fingerprint(one_pass)
         return self._fingerprint
 
+    def verified(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Hash the batches of the pass, and compare those that were read before it was interrupted.
+
+        Args:
+            batches: The batches.
+
+        Yields:
+            The batches.
+
+        Raises:
+            CurvatureError: If a batch differs from the one that was read before.
+        """
+        number = -1
+        for number, batch in enumerate(batches):
+            found = batch_hash(batch)
+            if self._hashes.setdefault(number, found) != found:
+                raise self._other_data(f"batch {number} is not the one")
+            yield batch
+        if number < max(self._hashes, default=-1):
+            raise self._other_data(f"there are {number + 1} batches, fewer than those")
+
+    def _other_data(self, what: str) -> CurvatureError:
+        return CurvatureError(
+            f"{what} that {self.path.name} was saved with: resume with the same data in the same order (shuffle=False, "
+            "or a generator with the same seed), or delete the file to start again"
+        )
+
     # --- saving ----------------------------------------------------------------------------------------------
 
     def save(self, one_pass: FisherPass) -> None:
@@ -108,7 +144,9 @@ class Checkpoint:
         tensors = {**one_pass.named_sums(), "tally": one_pass.tally, "occurrences": one_pass.occurrences.tensors()}
         if one_pass.generator is not None:
             tensors["generator"] = one_pass.generator.get_state()
-        tensors["done"] = torch.tensor(sorted(one_pass.done), dtype=torch.int64)
+        done = sorted(one_pass.done)
+        tensors["done"] = torch.tensor(done, dtype=torch.int64)
+        tensors["hashes"] = torch.tensor([self._hashes.get(number, UNKNOWN) for number in done], dtype=torch.int64)
         description = {
             "fingerprint": self._own(one_pass),
             "generation": self.generation,
@@ -216,7 +254,11 @@ class Checkpoint:
             if mine or one_pass.in_step:
                 _add(sums, tensors, {name for name in tensors if block_of(name) in one_pass.sums})
             if mine or one_pass.shared:
-                one_pass.before |= set(tensors["done"].tolist())
+                done = tensors["done"].tolist()
+                one_pass.before |= set(done)
+                if "hashes" in tensors:  # files of earlier versions have none
+                    saved = zip(done, tensors["hashes"].tolist(), strict=True)
+                    self._hashes |= {number: value for number, value in saved if value != UNKNOWN}
             if mine:
                 self._count(one_pass, described, tensors)
         one_pass.load_sums(sums)
@@ -246,6 +288,26 @@ class Checkpoint:
 def _add(sums: dict[str, Tensor], tensors: Mapping[str, Tensor], names: set[str]) -> None:
     for name in names:
         sums[name] = sums[name] + tensors[name] if name in sums else tensors[name]
+
+
+def batch_hash(batch: Any) -> int:
+    """Hash a batch: the names, dtypes, shapes and bytes of its tensors, and all plain values.
+
+    Args:
+        batch: A batch of any form.
+
+    Returns:
+        A 64-bit signed integer.
+    """
+    leaves, form = tree_flatten(plain_batch(batch))
+    digest = hashlib.blake2b(str(form).encode(), digest_size=8)
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            update_digest(digest, str(number), leaf)
+        else:
+            value = repr(leaf) if isinstance(leaf, bool | int | float | str | bytes | None) else type(leaf).__name__
+            digest.update(f"\0{number}\0{value}\0".encode())
+    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def fingerprint(one_pass: FisherPass) -> str:

@@ -45,6 +45,9 @@ class PassCheckpoint(Protocol):
     def resume(self, one_pass: FisherPass) -> None:
         """Restore the state of the pass at its last save."""
 
+    def verified(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches, after comparing them with those that were read before the last save."""
+
     def due(self) -> bool:
         """Whether the next save is due."""
 
@@ -208,7 +211,8 @@ class FisherPass(BatchStep):
             stack.enter_context(plain_recurrence(self.model))
             stack.enter_context(self.live.watched())
             stack.enter_context(self.recorder.attached(self.blocks, self.spread))
-            for number, batch in self._wanted(batches, limit):
+            read = batches if checkpoint is None else checkpoint.verified(batches)
+            for number, batch in self._wanted(read, limit):
                 before = self.seen
                 with perturbed(self.parameters, self._displaced(number)):
                     self.take(batch, None if limit is None else limit - self.seen)

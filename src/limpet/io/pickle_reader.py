@@ -184,7 +184,7 @@ class _Machine:
 
     def _list_on_top(self) -> list[Any]:
         found = self.stack[-1]
-        return found.items if isinstance(found, Record) else _expect(found, list)  # type: ignore[no-any-return]
+        return found.items if isinstance(found, Record) else _expect(found, list)
 
     def _append(self, _: Any) -> None:
         (value,) = self._take(1)

@@ -54,21 +54,28 @@ def prepared(batch: Any, device: torch.device) -> Any:
         # tensors created under torch.inference_mode cannot be saved for a backward pass
         return leaf.to(device).clone() if leaf.is_inference() else leaf.to(device)
 
-    return tree_map(moved, _plain(batch))
+    return tree_map(moved, plain_batch(batch))
 
 
-def _plain(batch: Any) -> Any:
-    """Convert every mapping in a batch to a plain dictionary."""
+def plain_batch(batch: Any) -> Any:
+    """Convert every mapping in a batch to a plain dictionary.
+
+    Args:
+        batch: The batch.
+
+    Returns:
+        The batch, with the same tensors.
+    """
     if isinstance(batch, Mapping):
-        return {key: _plain(value) for key, value in batch.items()}
+        return {key: plain_batch(value) for key, value in batch.items()}
     if type(batch) in (tuple, list):
-        return type(batch)(_plain(item) for item in batch)
+        return type(batch)(plain_batch(item) for item in batch)
     return batch
 
 
 def batch_size(batch: Any) -> int | None:
     """Return the number of examples: the first dimension of all tensors of the batch, or None if it is not the same."""
-    sizes = {leaf.shape[0] for leaf in tree_leaves(_plain(batch)) if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    sizes = {leaf.shape[0] for leaf in tree_leaves(plain_batch(batch)) if isinstance(leaf, Tensor) and leaf.dim() > 0}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -82,7 +89,9 @@ def part(batch: Any, examples: slice) -> Any:
     Returns:
         A batch of the same form.
     """
-    return tree_map(lambda leaf: leaf[examples] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf, _plain(batch))
+    return tree_map(
+        lambda leaf: leaf[examples] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf, plain_batch(batch)
+    )
 
 
 class FirstBatches:
