@@ -48,6 +48,18 @@ def test_a_language_model_keeps_most_of_both() -> None:
         assert further
 
 
+def test_a_fine_tune_of_all_weights_keeps_most_of_both() -> None:
+    """At strength 0.3; strength 1 costs 0.05 nats of the new text, and leaves half as much drift."""
+    points = [p for p in benchmark("repair_figures").points("language") if p["kind"] == "full"]
+    assert {p["seed"] for p in points} == {0, 1, 2}
+    for seed in (0, 1, 2):
+        own = [p for p in points if p["seed"] == seed]
+        (tuned,) = (p for p in own if p["what"] == "tuned")
+        (found,) = (p for p in own if p["what"] == "repair" and p["at"] == 0.3)
+        assert found["drift"] <= 0.06 and found["new"] <= tuned["new"] + 0.03
+        assert min(p["new"] for p in own if p["what"] == "scale" and p["drift"] <= found["drift"]) > found["new"] + 0.1
+
+
 def test_an_encoder_has_its_old_task_back() -> None:
     points = benchmark("repair_figures").points("sentences")
     for seed, rate in {(p["seed"], p["rate"]) for p in points}:
