@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from limpet.errors import LimpetError, MemoryFileError, UnsupportedError
+from limpet.errors import LimpetError, MemoryFileError, UnsupportedError, whole_number
+from limpet.methods.limits import check_strength, finite
 from limpet.methods.memory import MAX_FACTOR_SIZE, Memory
 from limpet.model import Block, is_excluded, named_parameters
 from limpet.model.blocks import direct
@@ -165,6 +166,7 @@ class SynapticIntelligence(Memory):
             precision = held.precision.add(DiagonalTerm(_kept_positive(term, held, self._strength)), self._strength)
             mean = held.matrix(weights).detach().clone()
             held_now[name] = replace(held, mean=mean, precision=precision, tasks=held.tasks + 1)
+            check_strength(held_now[name], self._strength)
         self.posterior.held = held_now
         self.examples += watch.examples
         self.tasks += 1
@@ -190,12 +192,13 @@ class SynapticIntelligence(Memory):
         if running is None:
             return {**super()._read_extra(settings, tensors), "_watch": None}
         weights = self.posterior.parameters()
-        watch = Watch(weights, {}, {}, steps=int(running["steps"]), examples=int(running["examples"]))
+        steps, examples = (whole_number(name, running[name]) for name in ("steps", "examples"))
+        watch = Watch(weights, {}, {}, steps=steps, examples=examples)
         for key, tensor in tensors.items():
             kind, _, name = key.removeprefix("watch.").partition(".")
             if kind not in ("path", "start") or name not in weights or weights[name].shape != tensor.shape:
                 raise MemoryFileError(f"{key} does not match any parameter of the model")
-            (watch.path if kind == "path" else watch.start)[name] = tensor.to(weights[name].device)
+            (watch.path if kind == "path" else watch.start)[name] = finite(key, tensor.to(weights[name].device))
         if watch.path.keys() != watch.start.keys():
             raise MemoryFileError("the path integral of the current task is incomplete")
         return {"_watch": watch}
