@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from limpet.errors import LimpetWarning, logger, warn
+from limpet.errors import LimpetWarning, MemoryFileError, logger, warn
 from limpet.likelihoods import Likelihood
 from limpet.methods import Memory
 from limpet.methods.restore import restored
+
+if TYPE_CHECKING:
+    from limpet.io.state import State
 
 UNRELATED = 0.2
 """Cosine similarity between weights and mean below which `load` warns. Measured on small MLPs and convolutions:
@@ -66,22 +70,29 @@ def load(
         >>> again
         <OnlineLaplace structure='kronecker' strength=1 tasks=1 examples=20 bytes=168>
     """
-    from limpet.io import dcp
-    from limpet.io.hub import FILE, local_file
-    from limpet.methods import state_dict
-
     if sha256 is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
         raise ValueError(f"sha256 must consist of 64 hexadecimal digits, not {sha256!r}")
-    if dcp.is_checkpoint(path) and not (Path(path) / FILE).is_file():
-        if sha256 is not None or revision is not None:
-            raise ValueError(f"sha256= and revision= do not apply to {path}, a folder of torch.distributed.checkpoint")
-        state = dcp.read(path)
-    else:
-        state = state_dict.read(local_file(path, revision=revision), sha256=sha256)
+    try:
+        state = _read(path, revision, sha256)
+    except OSError as error:
+        raise MemoryFileError(f"{path} cannot be read: {error.strerror}") from error
     memory = restored(state, model, likelihood)
     logger.info("loaded the memory of %d tasks from %s", memory.tasks, path)
     _warn_if_unrelated(memory)
     return memory
+
+
+def _read(path: str | Path, revision: str | None, sha256: str | None) -> State:
+    """Read the state of a memory from a file, a checkpoint or the Hub."""
+    from limpet.io import dcp
+    from limpet.io.hub import FILE, local_file
+    from limpet.methods import state_dict
+
+    if not dcp.is_checkpoint(path) or (Path(path) / FILE).is_file():
+        return state_dict.read(local_file(path, revision=revision), sha256=sha256)
+    if sha256 is not None or revision is not None:
+        raise ValueError(f"sha256= and revision= do not apply to {path}, a folder of torch.distributed.checkpoint")
+    return dcp.read(path)
 
 
 def _warn_if_unrelated(memory: Memory) -> None:
@@ -113,8 +124,9 @@ def similarity(memory: Memory) -> tuple[float, float]:
     found = []
     for held in posterior.held.values():
         mean = held.mean
-        if held.tasks and mean.any():
-            w, norm = held.matrix(weights), float(mean.norm())
+        norm = float(mean.norm())
+        if held.tasks and norm:  # the norm of denormal numbers is 0
+            w = held.matrix(weights)
             cosine = float((w * mean).sum() / (w.norm() * norm).clamp_min(torch.finfo(w.dtype).tiny))
             found.append((cosine, float((w - mean).norm()) / norm, mean.numel()))
     if posterior.sharding is not None:

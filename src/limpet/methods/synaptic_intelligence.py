@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from limpet.errors import LimpetError, MemoryFileError, UnsupportedError, whole_number
-from limpet.methods.limits import check_strength, finite
+from limpet.methods.limits import SLACK, check_strength, finite
 from limpet.methods.memory import MAX_FACTOR_SIZE, Memory
 from limpet.model import Block, is_excluded, named_parameters
 from limpet.model.blocks import direct
@@ -196,11 +196,17 @@ class SynapticIntelligence(Memory):
         watch = Watch(weights, {}, {}, steps=steps, examples=examples)
         for key, tensor in tensors.items():
             kind, _, name = key.removeprefix("watch.").partition(".")
-            if kind not in ("path", "start") or name not in weights or weights[name].shape != tensor.shape:
+            shape = weights[name].shape if name in weights else None
+            if kind not in ("path", "start") or shape != tensor.shape or not tensor.is_floating_point():
                 raise MemoryFileError(f"{key} does not match any parameter of the model")
             (watch.path if kind == "path" else watch.start)[name] = finite(key, tensor.to(weights[name].device))
         if watch.path.keys() != watch.start.keys():
             raise MemoryFileError("the path integral of the current task is incomplete")
+        # the importances of the task are 2 N strength path / (change^2 + damping)
+        factor = 2 * max(examples, 1) * max(settings.number("strength"), 1.0) / settings.number("damping")
+        for name, path in watch.path.items():
+            if not factor * float(path.abs().max()) * SLACK <= torch.finfo(path.dtype).max:
+                raise MemoryFileError(f"the path integral of {name} is so large that its importances overflow")
         return {"_watch": watch}
 
 
