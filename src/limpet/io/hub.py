@@ -69,7 +69,7 @@ def _downloaded_before(name: str) -> Path:
         f"{name} is not a local path, but a model on the Hub that was downloaded before. Names without {PREFIX} are "
         f"deprecated: write {PREFIX}{name}",
         DeprecationWarning,
-        stacklevel=4,
+        stacklevel=5,  # the caller of limpet.load
     )
     return found
 
@@ -88,6 +88,10 @@ def load_error(name: str, error: Exception, otherwise: str) -> LimpetError:
     reason = unreachable(error)
     if reason is None:
         return LimpetError(f"{name} {otherwise}: {_first_line(error)}")
+    if name.startswith(PREFIX):
+        return LimpetError(
+            f"the Hub cannot be reached to look for {name} ({reason}): check the connection and HF_HUB_OFFLINE"
+        )
     return LimpetError(
         f"{name} is not a local path, and the Hub cannot be reached to look for it ({reason}): check the name, the "
         "connection and HF_HUB_OFFLINE"
