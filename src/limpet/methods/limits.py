@@ -44,7 +44,7 @@ def check_strength(held: BlockPosterior, strength: float) -> None:
         held: The posterior of the block, with the task.
         strength: The strength of the task.
     """
-    if not _fits(held):
+    if not _fits(held.mean.dtype, held.precision.eigenvalue_bound(), _size(held)):
         raise CurvatureError(
             f"the curvature of {held.block.name} times strength {strength:g} is too large for {held.mean.dtype}: "
             "use a smaller strength, or scale the inputs down"
@@ -66,15 +66,15 @@ def check_block(held: BlockPosterior) -> None:
         held.precision.check()
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    if not _fits(held):
+    stiffness, size = held.precision.eigenvalue_bound(), _size(held)
+    if not _fits(held.mean.dtype, stiffness, size):
         raise ValueError(
             f"{name}: the precision or the mean is so large that the penalty overflows in {held.mean.dtype}. Make the "
             "memory again with a smaller strength"
         )
-    if held.linear_term is not None:
-        bound = SLACK * max(held.tasks, 1) * held.precision.eigenvalue_bound() * _size(held)
-        if not float(held.linear_term.norm()) <= bound:
-            raise ValueError(f"{name}: the linear term is larger than the curvature of the tasks can explain")
+    bound = SLACK * max(held.tasks, 1) * stiffness * size
+    if held.linear_term is not None and not float(held.linear_term.norm()) <= bound:
+        raise ValueError(f"{name}: the linear term is larger than the curvature of the tasks can explain")
 
 
 def check_proximal(state: ProximalState, blocks: Iterable[BlockPosterior]) -> None:
@@ -91,13 +91,13 @@ def check_proximal(state: ProximalState, blocks: Iterable[BlockPosterior]) -> No
     if state.multiplier is not None and not abs(state.multiplier) <= FURTHEST:
         raise ValueError(f"the multiplier of the budget is out of range: {state.multiplier:g}")
     for held in blocks:
-        stiffness = held.precision.eigenvalue_bound()
+        stiffness, size = held.precision.eigenvalue_bound(), _size(held)
         if state.multiplier is not None:
             fisher = held.precision.fisher().eigenvalue_bound()
             stiffness = max(stiffness, held.precision.prior + LARGEST_MULTIPLIER * fisher)
         constant = 0.0 if held.linear_term is None else float(held.linear_term.norm())
-        pull = SLACK * (stiffness * _size(held) + constant)
-        rounding = SLACK * torch.finfo(torch.bfloat16).eps * _size(held)
+        pull = SLACK * (stiffness * size + constant)
+        rounding = SLACK * torch.finfo(torch.bfloat16).eps * size
         limits = (("force", state.control_variate, pull), ("residual", state.residual, rounding))
         for kind, tensors, bound in limits:
             for name in tensors.keys() & set(held.block.parameters):
@@ -105,9 +105,9 @@ def check_proximal(state: ProximalState, blocks: Iterable[BlockPosterior]) -> No
                     raise ValueError(f"{kind}/{name} is larger than the memory's curvature and mean can explain")
 
 
-def _fits(held: BlockPosterior) -> bool:
-    """Whether 1/2 d^T L d and L d are finite in the dtype of the mean, for |d| up to 1 + |mean|."""
-    return held.precision.eigenvalue_bound() * _size(held) ** 2 <= torch.finfo(held.mean.dtype).max
+def _fits(dtype: torch.dtype, stiffness: float, size: float) -> bool:
+    """Whether 1/2 d^T L d and L d are finite in a dtype, for eigenvalues up to `stiffness` and |d| up to `size`."""
+    return stiffness * size**2 <= torch.finfo(dtype).max
 
 
 def _size(held: BlockPosterior) -> float:
