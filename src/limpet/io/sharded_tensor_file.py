@@ -41,22 +41,22 @@ def write(
     path = Path(path)
     described = json.dumps(description, allow_nan=False)
     entries = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    told = ranks.gather((entries, atomic.temporary_name(path)))
+    told = ranks.gather((entries, atomic.temporary_name(Path(os.path.realpath(path)))))
     all_entries = {name: entry for some, _ in told for name, entry in some.items()}
     header, starts = tensor_file.layout(all_entries, tensor_file.header(format_name, described, UNKNOWN))
     size = len(header) + sum(dtype.itemsize * shape.numel() for dtype, shape in all_entries.values())
-    name = told[0][1]  # all ranks write to the file that rank 0 creates and keeps locked
+    temporary_name = told[0][1]  # all ranks write to the file that rank 0 creates and keeps locked
     pending: list[atomic.PendingFile] = []
 
     def begin() -> None:
         with atomic.saving(path, size) as target:
-            pending.append(atomic.PendingFile.create(target, name))
+            pending.append(atomic.PendingFile.create(target, temporary_name))
             pending[0].path.write_bytes(header)
 
     def put() -> None:
-        with atomic.saving(path, size) as target, target.with_name(name).open("r+b") as file:
-            for name_, tensor in tensors.items():
-                file.seek(len(header) + starts[name_])
+        with atomic.saving(path, size) as target, target.with_name(temporary_name).open("r+b") as file:
+            for name, tensor in tensors.items():
+                file.seek(len(header) + starts[name])
                 file.write(tensor_file.raw_bytes(tensor))
             file.flush()
             os.fsync(file.fileno())

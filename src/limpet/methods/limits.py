@@ -47,7 +47,7 @@ def check_strength(held: BlockPosterior, strength: float) -> None:
     if not _fits(held.mean.dtype, held.precision.eigenvalue_bound(), _size(held)):
         raise CurvatureError(
             f"the curvature of {held.block.name} times strength {strength:g} is too large for {held.mean.dtype}: "
-            "use a smaller strength, or scale the inputs down"
+            "use a smaller strength, or scale inputs and weights down"
         )
 
 
