@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -17,7 +18,8 @@ from limpet.io import tensor_file
 
 def tensors_of_every_dtype() -> dict[str, torch.Tensor]:
     found = {}
-    for i, dtype in enumerate(tensor_file.DTYPES):
+    known = [dtype for dtype in tensor_file.DTYPES if dtype in safetensors.torch._SIZE]  # 0.4 has no uint16
+    for i, dtype in enumerate(known):
         for j, shape in enumerate([(), (0,), (3,), (2, 5)]):
             found[f"{'zyxabc'[i % 6]}/{i}.{j}"] = torch.arange(10)[: torch.Size(shape).numel()].reshape(shape).to(dtype)
     return found
