@@ -44,7 +44,7 @@ with tempfile.TemporaryDirectory() as folder:
 
     for hold in (False, True):  # Somebody else has these two files, and new data.
         load_model(model, weights)
-        memory = limpet.load(remembered, model)  # From the hub: limpet.load("user/model", model)
+        memory = limpet.load(remembered, model)  # From the hub: limpet.load("hub://user/model", model)
         with memory.protect(optimizer, examples=len(new[0])) if hold else nullcontext():
             fit(model, optimizer, *new)
         kept = 100 * (model(old[0]).argmax(1) == old[1]).float().mean().item()

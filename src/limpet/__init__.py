@@ -19,6 +19,7 @@ from limpet.errors import (
     LimpetWarning,
     MemoryFileError,
     NotProtectedWarning,
+    SaveError,
     UnsupportedError,
 )
 from limpet.likelihoods import Bernoulli, Categorical, Count, Gaussian, Likelihood, MultiOutput
@@ -43,6 +44,7 @@ __all__ = [
     "NotProtectedWarning",
     "OnlineLaplace",
     "PerTaskLaplace",
+    "SaveError",
     "SynapticIntelligence",
     "UnsupportedError",
     "__version__",

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+LARGEST_NUMBER = 1e18
+"""Largest strength and prior precision: the square of it, and not much more, is finite in float32."""
+
 logger = logging.getLogger("limpet")
 """Logger of the library: what it reads and writes (level INFO), and the warnings of ranks other than 0."""
 logger.addHandler(logging.NullHandler())
@@ -31,6 +34,19 @@ class CurvatureError(LimpetError):
 
 class MemoryFileError(LimpetError):
     """A memory file or state dict is corrupted, has an unknown version, or was made for another model."""
+
+
+class SaveError(LimpetError, OSError):
+    """A file could not be written. The message says what is there now: as a rule, the previous file, unchanged.
+
+    Args:
+        message: The message.
+        number: The error number of the operating system, as in `errno`.
+    """
+
+    def __init__(self, message: str, number: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = number
 
 
 class LimpetWarning(UserWarning):
@@ -95,6 +111,28 @@ def finite_number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf:
         raise ValueError(f"{name} must be a finite number >= 0, not {value!r}")
     return float(value)
+
+
+def limited_number(name: str, value: Any) -> float:
+    """Convert a multiplier of the penalty to a float from 0 to `LARGEST_NUMBER`.
+
+    Args:
+        name: The argument's name, for the error message.
+        value: A real number of any type, NumPy scalars included.
+
+    Returns:
+        The value as a float.
+
+    Raises:
+        ValueError: If the value is not a number in this range.
+    """
+    number = finite_number(name, value)
+    if number > LARGEST_NUMBER:
+        raise ValueError(
+            f"{name} must be at most {LARGEST_NUMBER:g}, not {number:g}, because larger penalties overflow: to keep "
+            "weights as they are, freeze them with requires_grad_(False)"
+        )
+    return number
 
 
 def signed_number(name: str, value: Any) -> float:

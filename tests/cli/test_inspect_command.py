@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections import OrderedDict
 from pathlib import Path
@@ -60,6 +61,7 @@ def test_the_command_shows_and_draws(
     for block in found.blocks:
         assert block.name in said and f"{100 * block.decided:.0f} %" in said and f"{block.at_stake:.3g}" in said
     assert "online-laplace, kronecker, strength 2: 2 tasks, 12 examples" in said
+    assert f"SHA-256 {hashlib.sha256((tmp_path / 'memory.safetensors').read_bytes()).hexdigest()}\n" in said
     with Image.open(tmp_path / "stakes.png") as picture:
         assert picture.width > 600 and len(set(picture.convert("L").tobytes())) > 50  # a map, not a blank
 

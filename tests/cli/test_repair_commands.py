@@ -241,6 +241,8 @@ def test_what_is_wrong_is_one_line(folder: Path, memory: Path, tmp_path: Path) -
         (["drift", *base, "--tuned", str(tmp_path / "no"), "--memory", str(memory)], "is not a folder"),
         (["drift", *base, "--tuned", str(tmp_path / "empty"), "--memory", str(memory)], "not a causal language model"),
         (["drift", *tuned, "--dtype", "int8"], "--dtype must be one of"),
+        (["drift", *tuned, "--sha256", "0" * 64], "it is not the file that you expect"),
+        (["drift", *tuned, "--revision", "v2"], "revision= applies to names on the Hub only"),
     ]
     for words, told in cases:
         done = command(*words)

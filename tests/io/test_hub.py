@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.server
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 import limpet
-from limpet.errors import LimpetError
+from limpet.errors import LimpetError, MemoryFileError
 from limpet.integrations import causal_lm
 from limpet.io import hub
 
@@ -156,9 +158,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
     """Serves one file as the hub does."""
 
     file = b""
+    asked: ClassVar[list[str]] = []
 
     def _head(self, path: str) -> bool:
-        if path != "/somebody/small-1.5B/resolve/main/memory.safetensors":
+        self.asked.append(path)
+        if path not in [f"/somebody/small-1.5B/resolve/{name}/memory.safetensors" for name in ("main", "v2")]:
             self.send_response(404)
             self.send_header("X-Error-Code", "EntryNotFound")
             self.send_header("Content-Length", "0")
@@ -194,23 +198,71 @@ def endpoint() -> Iterator[str]:
         server.server_close()
 
 
+FROM_THE_HUB = """
+import warnings, torch, limpet
+model = torch.nn.Linear(3, 2)
+memory = limpet.load("hub://somebody/small-1.5B", model, sha256={digest!r})
+print(memory.examples, memory.tasks)
+memory = limpet.load("hub://somebody/small-1.5B", model, revision="v2")
+print(memory.examples)
+try:
+    limpet.load("hub://somebody/small-1.5B", model, sha256="0" * 64)
+except limpet.MemoryFileError as error:
+    print("rejected" if "{digest}" in str(error) else error)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    limpet.load("somebody/small-1.5B", model)
+found = [one for one in caught if one.category is DeprecationWarning]
+print(len(found), found[0].filename, "write hub://somebody/small-1.5B" in str(found[0].message))
+"""
+
+
 def test_a_memory_is_found_by_the_name_of_its_model(endpoint: str, tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     memory = limpet.OnlineLaplace(model)
     memory.consolidate([(torch.randn(20, 3), torch.randint(0, 2, (20,)))], progress=False)
     memory.save(tmp_path / "memory.safetensors")
     Hub.file = (tmp_path / "memory.safetensors").read_bytes()
-    script = (
-        "import torch, limpet\n"
-        "model = torch.nn.Linear(3, 2)\n"
-        "memory = limpet.load('somebody/small-1.5B', model)\n"
-        "print(memory.examples, memory.tasks)\n"
-    )
+    Hub.asked = []
+    script = FROM_THE_HUB.format(digest=hashlib.sha256(Hub.file).hexdigest())
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["20", "1"], done.stderr
+    assert done.stdout.split() == ["20", "1", "20", "rejected", "1", "<string>", "True"], done.stderr
+    assert any("/resolve/v2/" in path for path in Hub.asked)
     assert limpet.load(tmp_path, model).examples == 20
     assert hub.local_file(tmp_path / "other.safetensors") == tmp_path / "other.safetensors"
+
+
+@pytest.mark.parametrize("name", ["runs/last", "nobody/has-this", "runs/last.safetensors", "last", "./runs/last"])
+def test_a_path_that_does_not_exist_stays_off_the_network(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a connection was attempted")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    with pytest.raises(MemoryFileError, match="there is no file") as raised:
+        limpet.load(name, torch.nn.Linear(3, 2))
+    assert ("write hub://" in str(raised.value)) == (name in ("runs/last", "nobody/has-this"))
+
+
+def test_options_that_do_not_apply_are_rejected(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="revision= applies to names on the Hub only"):
+        limpet.load(tmp_path / "m.safetensors", model, revision="main")
+    with pytest.raises(ValueError, match="write hub://user/model"):
+        limpet.load("hub://model", model)
+    for wrong in ("abc", "g" * 64, "0" * 63):
+        with pytest.raises(ValueError, match="sha256 must consist of 64 hexadecimal digits"):
+            limpet.load(tmp_path / "m.safetensors", model, sha256=wrong)
+    (tmp_path / ".metadata").write_bytes(b"")
+    with pytest.raises(ValueError, match="do not apply to"):
+        limpet.load(tmp_path, model, sha256="0" * 64)
+    with pytest.raises(MemoryFileError, match="cannot be read: File name too long"):
+        limpet.load("x" * 5000, model)
 
 
 def refused() -> OSError:
@@ -243,23 +295,26 @@ def test_without_a_connection_that_is_what_is_reported(read: str, monkeypatch: p
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     readers: dict[str, Any] = {
-        "memory": lambda: limpet.load("nobody/has-this", torch.nn.Linear(3, 2)),
+        "memory": lambda: limpet.load("hub://nobody/has-this", torch.nn.Linear(3, 2)),
         "model": lambda: checkpoints.read_base("nobody/has-this"),
         "tokenizer": lambda: checkpoints.read_tokenizer("nobody/has-this"),
     }
-    with pytest.raises(LimpetError, match=r"nobody/has-this is not a local path, and the Hub cannot be reached"):
+    told = "nobody/has-this is not a local path, and the Hub cannot be reached"
+    if read == "memory":
+        told = "the Hub cannot be reached to look for hub://nobody/has-this"
+    with pytest.raises(LimpetError, match=told):
         readers[read]()
 
 
 def test_a_published_model_without_a_memory_is_named(endpoint: str, tmp_path: Path) -> None:
     script = (
         "import torch, limpet\n"
-        "try:\n    limpet.load('somebody/other', torch.nn.Linear(3, 2))\n"
+        "try:\n    limpet.load('hub://somebody/other', torch.nn.Linear(3, 2))\n"
         "except limpet.LimpetError as error:\n    print(error)\n"
     )
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
-    expected = "somebody/other is neither a local file nor a model on the Hub with a memory.safetensors: "
+    expected = "hub://somebody/other is not a model on the Hub with a memory.safetensors: "
     assert done.stdout.startswith(expected), done.stderr
 
 

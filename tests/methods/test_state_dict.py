@@ -365,22 +365,6 @@ def test_the_checksum_covers_tensors_and_metadata(tmp_path: Path) -> None:
     assert tensor_file.checksum(described, tensors) == whole.hexdigest()
 
 
-def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, memory = filled(limpet.OnlineLaplace)
-    path = tmp_path / "m.safetensors"
-    memory.save(path)
-    before = path.read_bytes()
-
-    def fails(tensors: Any, filename: Path, metadata: Any) -> None:
-        filename.write_bytes(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(tensor_file, "save_file", fails)
-    with pytest.raises(OSError, match="disk full"):
-        memory.save(path)
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-
-
 def test_numbers_that_no_memory_has_are_refused() -> None:
     model, memory = filled(limpet.OnlineLaplace)
     eigenvalues = "0/precision/eigenvalues"

@@ -96,6 +96,7 @@ def consolidate_command(
     from limpet import distributed
     from limpet.integrations import causal_lm
     from limpet.io import hub
+    from limpet.io.atomic import write_text
     from limpet.methods.memory import MAX_FACTOR_SIZE
     from limpet.precision import STRUCTURES
     from limpet.precision.storage import DTYPES
@@ -149,7 +150,7 @@ def consolidate_command(
             return
         memory.save(out)
     page = out.with_suffix(".md")
-    page.write_text(hub.model_card(memory.examples, model, source))
+    write_text(page, hub.model_card(memory.examples, model, source))
     console.print(f"{out}: {memory.nbytes / 1e6:.1f} MB; section for the model card written to {page}", highlight=False)
 
 

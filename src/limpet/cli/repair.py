@@ -15,7 +15,18 @@ Base = Annotated[
     str, typer.Option("--model", help="Base model, before fine-tuning: a local folder or a Hugging Face Hub id.")
 ]
 Tuned = Annotated[Path, typer.Option(help="Fine-tuned model: the folder of a PEFT adapter or of a full checkpoint.")]
-File = Annotated[Path, typer.Option("--memory", help="Memory file of the base model, created by `limpet consolidate`.")]
+File = Annotated[
+    str,
+    typer.Option(
+        "--memory", help="Memory of the base model, created by `limpet consolidate`: a file, or hub://user/model."
+    ),
+]
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a --memory on the Hub. Defaults to the main branch.")
+]
+Sha256 = Annotated[
+    str | None, typer.Option(help="SHA-256 that the --memory file must have, as `limpet inspect` prints it.")
+]
 Dtype = Annotated[str, typer.Option(help="Dtype of the model: float32 or bfloat16.")]
 Device = Annotated[
     str | None, typer.Option(help="Device to run the model on, e.g. cpu or cuda. Defaults to a GPU if available.")
@@ -65,6 +76,8 @@ def repair_command(
     tokens: Annotated[int, typer.Option(min=1, help="Number of tokens of --data to measure the curvature on.")] = 8_000,
     length: Annotated[int, typer.Option(min=2, help="Sequence length in tokens.")] = 256,
     batch_size: Annotated[int, typer.Option(min=1, help="Number of sequences per batch.")] = 4,
+    revision: Revision = None,
+    sha256: Sha256 = None,
     dtype: Dtype = "float32",
     device: Device = None,
 ) -> None:
@@ -81,7 +94,7 @@ def repair_command(
         raise LimpetError("-o is the folder of an input model: choose another output folder")
     network = checkpoints.read_tuned(model, tuned, dtype, device)
     tokenizer = checkpoints.read_tokenizer(str(tuned), model)
-    own = limpet.load(memory, network)
+    own = _loaded(memory, network, revision, sha256)
     rows = causal_lm.pack_tokens(tokenizer, data, tokens=tokens, length=length)
     batches = [{"input_ids": part} for part in torch.split(rows, batch_size)]
     total = max(causal_lm.count_tokens(tokenizer, data), rows[:, 1:].numel())
@@ -126,6 +139,8 @@ def drift_command(
             min=0, help="Number of layers to list by share of the drift; 0 lists none and skips the backward pass."
         ),
     ] = 5,
+    revision: Revision = None,
+    sha256: Sha256 = None,
     dtype: Dtype = "float32",
     device: Device = None,
 ) -> None:
@@ -134,11 +149,9 @@ def drift_command(
     Examples:
     limpet drift --model base-model --tuned my-adapter --memory memory.safetensors --at-most 0.05
     """
-    import limpet
-
     _, checkpoints = _ready(dtype)
     network = checkpoints.read_tuned(model, tuned, dtype, device)
-    own = limpet.load(memory, network)
+    own = _loaded(memory, network, revision, sha256)
     before = checkpoints.read_base(model, dtype, device)
     found = own.drift(reference=before, blocks=layers > 0)
     console.print(
@@ -151,6 +164,16 @@ def drift_command(
     if at_most is not None and not found <= at_most:  # nan exceeds every bound
         console.print(f"drift exceeds --at-most {at_most:g}", highlight=False)
         raise typer.Exit(1)
+
+
+def _loaded(memory: str, network: Any, revision: str | None, sha256: str | None) -> Any:
+    """Load a memory; options that do not fit are reported like other errors."""
+    import limpet
+
+    try:
+        return limpet.load(memory, network, revision=revision, sha256=sha256)
+    except ValueError as error:
+        raise LimpetError(str(error)) from error
 
 
 def _ready(dtype: str) -> tuple[Any, Any]:

@@ -28,7 +28,7 @@ from limpet.curvature.batch_step import block_of
 from limpet.curvature.fisher_pass import FisherPass
 from limpet.distributed import Ranks, current, rank_and_size
 from limpet.errors import CurvatureError, MemoryFileError
-from limpet.io import tensor_file
+from limpet.io import atomic, tensor_file
 from limpet.io.state import update_digest
 from limpet.model.batch import plain_batch
 from limpet.model.fingerprint import fingerprint_of_weights
@@ -281,8 +281,9 @@ class Checkpoint:
         ranks = current()
         if ranks is not None:
             ranks.gather(None)  # barrier: no rank reads the files any more
-        for path in self._files() if ranks is None or not ranks.rank else ():
-            path.unlink(missing_ok=True)
+        if ranks is None or not ranks.rank:
+            for path in (*self._files(), self.path):
+                atomic.remove(path)
 
 
 def _add(sums: dict[str, Tensor], tensors: Mapping[str, Tensor], names: set[str]) -> None:

@@ -42,6 +42,7 @@ def show_inspection(console: Console, found: Inspection, *, full: bool = False) 
         f"{settings['examples']:,} examples, {found.nbytes / 1e6:.2f} MB, written by limpet {found.library}",
         highlight=False,
     )
+    console.print(f"SHA-256 {found.sha256}", highlight=False, soft_wrap=True)
     if settings.get("probes"):
         console.print("contains a probe: inputs and the model's outputs at consolidation", highlight=False)
     console.print(_blocks(found.blocks, full))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
+import re
 import resource
 import sys
 from importlib import metadata
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import save_model
 from torch import nn
 
@@ -20,6 +23,8 @@ from limpet.errors import LimpetError
 from limpet.experiments import metrics
 from limpet.experiments.recipe import Part, Recipe, checked, parse
 from limpet.io import tensor_file
+from limpet.io.atomic import atomic_write
+from limpet.io.atomic import write_text as write_text
 from limpet.methods.state_dict import Content
 from limpet.version import __version__
 
@@ -187,8 +192,14 @@ class RunFolder:
         return load_record(self.record) if self.record.is_file() else None
 
     def save_model(self, model: nn.Module) -> None:
-        """Write the weights of the network."""
-        save_model(model, str(self.model))
+        """Write the weights of the network atomically."""
+        with atomic_write(self.model, size=sum(t.nbytes for t in model.state_dict().values())) as temporary:
+            try:
+                save_model(model, str(temporary))
+            except SafetensorError as error:  # it has no errors of the operating system
+                found = re.search(r"os error (\d+)", str(error))
+                number = errno.EIO if found is None else int(found[1])
+                raise OSError(number, os.strerror(number)) from error
 
     def save_checkpoint(self, content: Content) -> None:
         """Write the checkpoint atomically."""
@@ -246,9 +257,3 @@ def _dumped(value: Any, depth: int) -> str:
 
 def _flat(value: Any) -> str:
     return json.dumps(value, allow_nan=False)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
-    with tensor_file.whole(path) as temporary:
-        temporary.write_text(text)

@@ -28,6 +28,7 @@ from limpet.experiments.registry import METHODS, load_file
 from limpet.experiments.sequences import experiment_key
 from limpet.experiments.tasks import Lesson, Lessons
 from limpet.experiments.training import Position, TaskTraining, load_optimizer_state, optimizer_state
+from limpet.io.atomic import remove
 from limpet.methods.state_dict import Content
 
 CHECKPOINT_SECONDS = 20.0
@@ -97,7 +98,7 @@ def run(
         _check_same(place.load_recipe(), recipe, place)
         before = place.load_record()
         if before is not None:
-            place.checkpoint.unlink(missing_ok=True)
+            remove(place.checkpoint)
             return before
     with _global_state(recipe):
         one_run = Run(recipe, place, watcher or Watcher(), checkpoint_seconds)
@@ -237,7 +238,7 @@ class Run:
         self.method.save(self.folder.memory)
         self.folder.save_model(self.model)
         self.folder.save_record(self.record)
-        self.folder.checkpoint.unlink(missing_ok=True)
+        remove(self.folder.checkpoint)
 
     # --- evaluation ------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ Targets are not stored, and for a large vocabulary only some of the labels are (
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from limpet.errors import UnsupportedError
+from limpet.errors import UnsupportedError, finite_number, signed_number
 from limpet.likelihoods import Likelihood
 from limpet.likelihoods.base import TALLY
 from limpet.model import Forward, call, named_parameters, prepared, preserve_state
@@ -141,7 +142,8 @@ class Probe:
             The probe.
 
         Raises:
-            ValueError: If outputs are missing or of different lengths, a tensor contains nan, or a batch is malformed.
+            ValueError: If outputs are missing or of different lengths, a tensor contains inf or nan, or a batch is
+                malformed.
             KeyError: If a tensor or a field of the metadata is missing.
         """
         batches = [_unflatten(form, tensors) for form in metadata["batches"]]
@@ -152,10 +154,11 @@ class Probe:
             if not own or len({len(t) for t in own.values()}) != 1:
                 raise ValueError(f"batch {i} of the probe has no outputs, or outputs of different lengths")
             summaries.append(own)
-        if any(t.is_floating_point() and bool(t.isnan().any()) for t in tensors.values()):
-            raise ValueError("the probe contains nan")
-        outside = {str(name): [float(one) for one in sums] for name, sums in metadata["outside"].items()}
-        return cls(batches, summaries, float(metadata["scale"]), outside)
+        # -inf is the logarithm of a probability of zero, and an entry of some attention masks
+        if any(t.is_floating_point() and t.numel() and not float(t.max()) < math.inf for t in tensors.values()):
+            raise ValueError("the probe contains inf or nan")
+        outside = {str(name): [signed_number(name, one) for one in sums] for name, sums in metadata["outside"].items()}
+        return cls(batches, summaries, finite_number("scale", metadata["scale"]), outside)
 
 
 @torch.no_grad()

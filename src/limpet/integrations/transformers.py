@@ -8,7 +8,6 @@ Examples:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from limpet.errors import LimpetError, LimpetWarning, logger, warn
 from limpet.forgetting.repair import Repair
 from limpet.integrations.running_trainer import resumed_folder, run_first
 from limpet.integrations.training_session import TrainingSession
+from limpet.io.atomic import hard_link
 from limpet.io.hub import FILE
 from limpet.methods import Memory, state_dict
 from limpet.methods.load import load
@@ -203,21 +203,9 @@ class MemoryCallback(TrainerCallback):
         # the tensors of a memory are never modified in place, so equal ids mean equal content
         content = state["metadata"], {name: id(tensor) for name, tensor in state["tensors"].items()}
         unchanged = self._written is not None and self._written[1] == content
-        if self._written is None or not unchanged or not _linked(self._written[0], path):
+        if self._written is None or not unchanged or not hard_link(self._written[0], path):
             state_dict.write(path, state)
         self._written = path, content
-
-
-def _linked(source: Path, path: Path) -> bool:
-    """Replace `path` by a hard link to `source`; return False if the file system has none, or the source is gone."""
-    if not source.exists():
-        return False
-    path.unlink(missing_ok=True)
-    try:
-        os.link(source, path)
-    except OSError:
-        return False
-    return True
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

@@ -3,42 +3,75 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from limpet.errors import LimpetError
+from limpet.errors import LimpetError, MemoryFileError
 
 FILE = "memory.safetensors"
+PREFIX = "hub://"
 NAME = re.compile(r"[\w.-]+/[\w.-]+")
 UNREACHABLE = ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectTimeout", "ReadTimeout")
 """Classes of huggingface_hub and its HTTP client that are raised without a connection, besides Python's own."""
 
 
 def local_file(path: str | Path, *, revision: str | None = None) -> Path:
-    """Locate the file of a memory, downloading it from the Hub if necessary.
+    """Locate the file of a memory, downloading it from the Hub if asked to.
+
+    Only names with the prefix "hub://" are looked up on the network. A name such as "user/model" may as well be a path
+    that does not exist here. It is found if it was downloaded before, with a DeprecationWarning.
 
     Args:
-        path: A memory file, a folder that contains `memory.safetensors`, or the name of a model on the Hub.
-        revision: The branch, tag or commit on the Hub. Ignored for local files.
+        path: A memory file, a folder that contains `memory.safetensors`, or "hub://user/model".
+        revision: The branch, tag or commit on the Hub.
 
     Returns:
         The path of the local file. It is not checked whether a local file exists.
 
     Raises:
-        LimpetError: If `path` is a name on the Hub and its memory cannot be downloaded, or huggingface_hub is not
-            installed.
+        LimpetError: If the memory cannot be downloaded, or huggingface_hub is not installed.
+        MemoryFileError: If nothing has this name here, and it could be that of a model on the Hub.
+        ValueError: If `revision` is given for a local file, or "hub://" is not followed by "user/model".
     """
+    if str(path).startswith(PREFIX):
+        return _download(str(path).removeprefix(PREFIX), revision)
+    if revision is not None:
+        raise ValueError(f"revision= applies to names on the Hub only, such as {PREFIX}user/model, not to {path}")
     found = Path(path)
     if found.is_dir():
         return found / FILE
     if found.exists() or found.suffix == ".safetensors" or not NAME.fullmatch(str(path)):
         return found
+    return _downloaded_before(str(path))
+
+
+def _download(name: str, revision: str | None) -> Path:
+    """Download the memory of a model on the Hub, or find it in the cache."""
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{PREFIX}{name} is not a name on the Hub: write {PREFIX}user/model")
     hub = _hub()
     try:
-        return Path(hub.hf_hub_download(str(path), FILE, revision=revision))
+        return Path(hub.hf_hub_download(name, FILE, revision=revision))
     except (OSError, ValueError) as error:
-        raise load_error(str(path), error, f"is neither a local file nor a model on the Hub with a {FILE}") from error
+        raise load_error(f"{PREFIX}{name}", error, f"is not a model on the Hub with a {FILE}") from error
+
+
+def _downloaded_before(name: str) -> Path:
+    """Find the memory of a model in the cache of huggingface_hub, without the network."""
+    advice = f"there is no file or folder {name}: check the path, or write {PREFIX}{name} for a model on the Hub"
+    try:
+        found = Path(_hub().hf_hub_download(name, FILE, local_files_only=True))
+    except (OSError, ValueError, LimpetError) as error:
+        raise MemoryFileError(advice) from error
+    warnings.warn(
+        f"{name} is not a local path, but a model on the Hub that was downloaded before. Names without {PREFIX} are "
+        f"deprecated: write {PREFIX}{name}",
+        DeprecationWarning,
+        stacklevel=5,  # the caller of limpet.load
+    )
+    return found
 
 
 def load_error(name: str, error: Exception, otherwise: str) -> LimpetError:
@@ -55,8 +88,12 @@ def load_error(name: str, error: Exception, otherwise: str) -> LimpetError:
     reason = unreachable(error)
     if reason is None:
         return LimpetError(f"{name} {otherwise}: {_first_line(error)}")
+    if name.startswith(PREFIX):
+        return LimpetError(
+            f"the Hub cannot be reached to look for {name} ({reason}): check the connection and HF_HUB_OFFLINE"
+        )
     return LimpetError(
-        f"{name} is not a local path, and the Hub cannot be reached to look for it ({reason}): check the path, the "
+        f"{name} is not a local path, and the Hub cannot be reached to look for it ({reason}): check the name, the "
         "connection and HF_HUB_OFFLINE"
     )
 
@@ -119,6 +156,7 @@ def model_card(examples: int, model: str, data: str) -> str:
     Returns:
         The section, as Markdown.
     """
+    name = f"{PREFIX}{model}" if NAME.fullmatch(model) and not Path(model).exists() else model
     return f"""## Fine-tune without forgetting
 
 `{FILE}` is a memory of this model, computed by limpet (`pip install limpet`) from {examples:,} tokens of {data}: a
@@ -129,7 +167,7 @@ fine-tuning, with or without LoRA:
 import limpet
 from limpet.integrations.transformers import MemoryCallback
 
-memory = limpet.load("{model}", model)  # before or after get_peft_model(model, ...)
+memory = limpet.load("{name}", model)  # before or after get_peft_model(model, ...)
 trainer = Trainer(model, args, train_dataset=data, callbacks=[MemoryCallback(memory)])
 ```
 

@@ -7,18 +7,17 @@ where the bytes of every tensor go, so each rank writes its own tensors in place
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from limpet.distributed.process_group import Ranks
 from limpet.errors import MemoryFileError
-from limpet.io import tensor_file
+from limpet.io import atomic, tensor_file
 
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 UNKNOWN = "0" * 64
 """Placeholder for the checksum until all tensors are written."""
 
@@ -37,36 +36,44 @@ def write(
 
     Raises:
         FileNotFoundError: If the folder does not exist.
+        SaveError: If the operating system of a rank reports an error, such as a full disk.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.together")
     described = json.dumps(description, allow_nan=False)
     entries = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    all_entries = {name: entry for some in ranks.gather(entries) for name, entry in some.items()}
-    header, starts = _layout(all_entries, tensor_file.header(format_name, described, UNKNOWN))
+    told = ranks.gather((entries, atomic.temporary_name(Path(os.path.realpath(path)))))
+    all_entries = {name: entry for some, _ in told for name, entry in some.items()}
+    header, starts = tensor_file.layout(all_entries, tensor_file.header(format_name, described, UNKNOWN))
+    size = len(header) + sum(dtype.itemsize * shape.numel() for dtype, shape in all_entries.values())
+    temporary_name = told[0][1]  # all ranks write to the file that rank 0 creates and keeps locked
+    pending: list[atomic.PendingFile] = []
 
     def begin() -> None:
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"there is no folder {path.parent} to save {path.name} in: create it first")
-        temporary.write_bytes(header)
+        with atomic.saving(path, size) as target:
+            pending.append(atomic.PendingFile.create(target, temporary_name))
+            pending[0].path.write_bytes(header)
 
     def put() -> None:
-        with temporary.open("r+b") as file:
+        with atomic.saving(path, size) as target, target.with_name(temporary_name).open("r+b") as file:
             for name, tensor in tensors.items():
                 file.seek(len(header) + starts[name])
-                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                file.write(tensor_file.raw_bytes(tensor))
+            file.flush()
+            os.fsync(file.fileno())
 
     def finish() -> None:
-        digest = tensor_file.checksum(described, tensor_file.Tensors(temporary))
-        with temporary.open("r+b") as file:
-            file.write(header.replace(UNKNOWN.encode(), digest.encode(), 1))
-        temporary.replace(path)
+        with atomic.saving(path, size):
+            temporary = pending[0].path
+            digest = tensor_file.checksum(described, tensor_file.Tensors(temporary))
+            with temporary.open("r+b") as file:
+                file.write(header.replace(UNKNOWN.encode(), digest.encode(), 1))
+            pending[0].commit()
 
     try:
         _run_in_step(ranks, begin if not ranks.rank else None, put, finish if not ranks.rank else None)
     finally:
-        if not ranks.rank:
-            temporary.unlink(missing_ok=True)
+        for file in pending:
+            file.discard()
 
 
 def _run_in_step(ranks: Ranks, *steps: Callable[[], None] | None) -> None:
@@ -79,19 +86,3 @@ def _run_in_step(ranks: Ranks, *steps: Callable[[], None] | None) -> None:
         except (OSError, MemoryFileError) as raised:
             error = raised
         ranks.raise_together(error)
-
-
-def _layout(
-    entries: Mapping[str, tuple[torch.dtype, torch.Size]], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, int]]:
-    """The bytes before the first tensor, and each tensor's offset after them: widest dtypes first, then by name."""
-    starts, content, at = {}, {"__metadata__": dict(metadata)}, 0
-    for name in sorted(entries, key=lambda name: (-entries[name][0].itemsize, name)):
-        dtype, shape = entries[name]
-        size = shape.numel() * dtype.itemsize
-        starts[name] = at
-        content[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}  # type: ignore[dict-item]
-        at += size
-    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)
-    return len(text).to_bytes(8, "little") + text, starts

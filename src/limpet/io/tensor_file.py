@@ -10,24 +10,44 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from limpet.errors import MemoryFileError
+from limpet.errors import MemoryFileError, UnsupportedError
+from limpet.io.atomic import atomic_write
 from limpet.io.state import update_digest
 
 VERSION = 1
 HEADER_LIMIT = 100_000_000
+DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+}
+"""The dtypes of safetensors, in the order of their alignment: the last ones come first in a file."""
 
 
 def write(path: str | Path, format_name: str, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a file atomically: it appears complete or not at all.
+    """Write a file atomically: it appears complete or not at all (`limpet.io.atomic`).
 
     Args:
         path: The file to write.
@@ -37,15 +57,56 @@ def write(path: str | Path, format_name: str, description: Mapping[str, Any], te
 
     Raises:
         FileNotFoundError: If the folder does not exist.
+        SaveError: If the operating system reports an error, such as a full disk.
+        UnsupportedError: If a tensor has a dtype that safetensors files do not have.
     """
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} to save {path.name} in: create it first")
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     described = json.dumps(description, allow_nan=False)
-    with whole(path) as temporary:
-        save_file(kept, temporary, header(format_name, described, checksum(described, kept)))
-        _order_header(temporary)
+    entries = {name: (tensor.dtype, tensor.shape) for name, tensor in kept.items()}
+    start, offsets = layout(entries, header(format_name, described, checksum(described, kept)))
+    size = len(start) + sum(tensor.nbytes for tensor in kept.values())
+    with atomic_write(path, size=size) as temporary, temporary.open("r+b") as file:
+        file.write(start)
+        for name in offsets:
+            file.write(raw_bytes(kept[name]))
+
+
+def layout(
+    entries: Mapping[str, tuple[torch.dtype, torch.Size]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """Determine where everything is in a safetensors file: a length, a JSON header, the bytes of the tensors.
+
+    It is the layout of the safetensors library with the metadata sorted, so equal content gives equal bytes.
+
+    Args:
+        entries: The dtype and shape of every tensor, by name.
+        metadata: The metadata in the header.
+
+    Returns:
+        The bytes before the first tensor, and each tensor's offset after them, in the order of the offsets.
+
+    Raises:
+        UnsupportedError: If a tensor has a dtype that safetensors files do not have.
+    """
+    for name, (dtype, _) in entries.items():
+        if dtype not in DTYPES:
+            raise UnsupportedError(f"{name} has dtype {dtype}, which safetensors files do not have: convert it first")
+    rank = {dtype: number for number, dtype in enumerate(DTYPES)}
+    content: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    offsets, at = {}, 0
+    for name in sorted(entries, key=lambda name: (-rank[entries[name][0]], name)):
+        dtype, shape = entries[name]
+        end = at + shape.numel() * dtype.itemsize
+        content[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        offsets[name], at = at, end
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return len(text).to_bytes(8, "little") + text, offsets
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def header(format_name: str, described: str, digest: str) -> dict[str, str]:
@@ -62,49 +123,56 @@ def header(format_name: str, described: str, digest: str) -> dict[str, str]:
     return {"format": format_name, "limpet": described, "sha256": digest, "version": str(VERSION)}
 
 
-@contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces `path` when the body completes, and is deleted if the body raises."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _order_header(path: Path) -> None:
-    """Sort the metadata, which safetensors writes in random order, so that equal content gives equal bytes."""
-    with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(ordered) <= size:
-            file.seek(8)
-            file.write(ordered.ljust(size))
-
-
 class Tensors(Mapping[str, Tensor]):
     """The tensors of a safetensors file, each read when it is accessed.
 
     Args:
         path: The file.
+        sha256: The SHA-256 that the file must have, verified before anything is parsed. None accepts any.
+
+    Raises:
+        MemoryFileError: If the file has another SHA-256, or is replaced while it is opened. Accessing a tensor raises
+            it if the file was changed in place since; reading a memory-mapped file that was truncated would end the
+            process.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, sha256: str | None = None) -> None:
+        self._name = path.name
+        self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        weakref.finalize(self, _close, self._descriptor)
+        self._opened = os.fstat(self._descriptor)
+        if sha256 is not None and (found := self.sha256()) != sha256.lower():
+            raise MemoryFileError(f"the SHA-256 of {path} is {found}, not {sha256}: it is not the file that you expect")
+        _check_header_size(path)
         self._file = cast("Any", safe_open(path, framework="pt"))
+        if not os.path.samestat(self._opened, path.stat()):
+            raise MemoryFileError(f"{path.name} was replaced while it was opened: load it again")
         self._names = dict.fromkeys(self._file.keys())
 
     def metadata(self) -> dict[str, str]:
         """The metadata in the header."""
         return dict(self._file.metadata() or {})
 
+    def sha256(self) -> str:
+        """Compute the SHA-256 of the file, as a hexadecimal digest."""
+        digest = hashlib.sha256()
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        while block := os.read(self._descriptor, 1 << 20):
+            digest.update(block)
+        return digest.hexdigest()
+
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
-        tensor: Tensor = self._file.get_tensor(name)
-        return tensor.clone()  # a copy, not a view of the memory-mapped file
+        self._check_unchanged()
+        tensor: Tensor = self._file.get_tensor(name).clone()  # a copy, not a view of the memory-mapped file
+        self._check_unchanged()
+        return tensor
+
+    def _check_unchanged(self) -> None:
+        now, opened = os.fstat(self._descriptor), self._opened
+        if (now.st_size, now.st_mtime_ns) != (opened.st_size, opened.st_mtime_ns):
+            raise MemoryFileError(f"{self._name} was changed while it was read: load it again")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -113,25 +181,29 @@ class Tensors(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def read(path: str | Path, format_name: str) -> tuple[dict[str, Any], Tensors]:
+def _close(descriptor: int) -> None:
+    with suppress(OSError):
+        os.close(descriptor)
+
+
+def read(path: str | Path, format_name: str, *, sha256: str | None = None) -> tuple[dict[str, Any], Tensors]:
     """Read a file and verify its checksum, for which the whole file is read once.
 
     Args:
         path: The file.
         format_name: The expected format.
+        sha256: The SHA-256 that the file must have, verified before its content is used. None accepts any.
 
     Returns:
         The description of the content, and the tensors, which are read lazily.
 
     Raises:
-        MemoryFileError: If the file does not exist, has another format or version, or is corrupted.
+        MemoryFileError: If the file does not exist, has another SHA-256, format or version, or is corrupted.
     """
     path = Path(path)
-    if not path.is_file():
-        raise MemoryFileError(f"there is no file {path}")
+    _check_exists(path)
     try:
-        _check_header_size(path)
-        tensors = Tensors(path)
+        tensors = Tensors(path, sha256=sha256)
         metadata = tensors.metadata()
         _check_metadata(metadata, format_name)
         if checksum(metadata["limpet"], tensors) != metadata["sha256"]:
@@ -144,6 +216,14 @@ def read(path: str | Path, format_name: str) -> tuple[dict[str, Any], Tensors]:
     if not isinstance(described, dict):
         raise MemoryFileError(f"{path.name} is not a limpet file: its header is not a JSON object")
     return described, tensors
+
+
+def _check_exists(path: Path) -> None:
+    if path.is_file():
+        return
+    if path.is_symlink() and not path.exists():
+        raise MemoryFileError(f"{path} is a symbolic link that leads nowhere: its target was moved or deleted")
+    raise MemoryFileError(f"{path} is not a regular file" if path.exists() else f"there is no file {path}")
 
 
 def no_constant(name: str) -> None:

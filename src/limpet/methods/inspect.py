@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from limpet.forgetting.loss_curve import TaskHistory
+from limpet.io import tensor_file
 from limpet.methods import state_dict
 from limpet.posterior.summary import described
 from limpet.precision import STRUCTURES, Precision
@@ -58,12 +60,14 @@ class Inspection:
         library: Version of limpet that wrote the file.
         blocks: Summary of every block.
         history: Record of the consolidated tasks.
+        sha256: SHA-256 of the file, for `limpet.load(..., sha256=)`.
     """
 
     settings: Mapping[str, Any]
     library: str
     blocks: list[BlockInspection]
     history: TaskHistory
+    sha256: str
 
     @property
     def nbytes(self) -> int:
@@ -94,14 +98,15 @@ def inspect(path: str | Path) -> Inspection:
         >>> found.settings["method"], [block.shape for block in found.blocks]
         ('online-laplace', [(2, 4)])
     """
-    content = state_dict.Content.of(state_dict.read(path))
+    described, tensors = tensor_file.read(path, state_dict.FORMAT)
+    content = state_dict.Content.of({"metadata": json.dumps(described), "tensors": tensors})
     with state_dict.rejecting_damage():
         metadata = content.metadata
         settings = metadata["settings"]
         examples = int(settings["examples"])
         blocks = [_block(entry, content.tensors, examples) for entry in metadata["blocks"]]
         history = TaskHistory.restore(settings.get("history"))
-        return Inspection(settings, str(metadata["library"]), blocks, history)
+        return Inspection(settings, str(metadata["library"]), blocks, history, tensors.sha256())
 
 
 def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], examples: int) -> BlockInspection:
@@ -110,6 +115,7 @@ def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], examples: in
     kept = {key.removeprefix("precision/"): t for key, t in own.items() if key.startswith("precision/")}
     shape = torch.Size(entry["shape"])
     precision: Precision = STRUCTURES[entry["structure"]].restore(shape, kept, entry["precision"])
+    precision.check()
     spectrum = precision.spectrum()
     total, fisher = widened(spectrum.total), widened(spectrum.fisher)
     square = float(widened(own["mean"]).square().mean())

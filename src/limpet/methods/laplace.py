@@ -26,6 +26,7 @@ from limpet.errors import (
 )
 from limpet.forgetting.loss_curve import Curve
 from limpet.likelihoods import Likelihood
+from limpet.methods.limits import check_strength
 from limpet.methods.memory import MAX_FACTOR_SIZE, Memory
 from limpet.model import PER_SAMPLE, Forward, counted_examples, full_precision
 from limpet.model.batch import FirstBatches
@@ -339,6 +340,7 @@ class Laplace(Memory):
             if not fishers[-1].speaks_of(held.block):
                 return held
             after = self._updated(held, fishers, held.matrix(weights).detach().clone())
+            check_strength(after, self._strength)
             if self.posterior.sharding is not None:  # no longer needed: frees memory for the other blocks
                 for name in held.block.parameters:
                     del weights[name]

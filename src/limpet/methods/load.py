@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from limpet.errors import LimpetWarning, logger, warn
+from limpet.errors import LimpetWarning, MemoryFileError, logger, warn
 from limpet.likelihoods import Likelihood
 from limpet.methods import Memory
 from limpet.methods.restore import restored
+
+if TYPE_CHECKING:
+    from limpet.io.state import State
 
 UNRELATED = 0.2
 """Cosine similarity between weights and mean below which `load` warns. Measured on small MLPs and convolutions:
@@ -18,7 +23,14 @@ another initialization or another training on the same data has at most 0.07, fi
 of up to 1.5 times the norm of the mean has at least 0.4. The distance itself does not tell them apart."""
 
 
-def load(path: str | Path, model: nn.Module, *, likelihood: Likelihood | None = None) -> Memory:
+def load(
+    path: str | Path,
+    model: nn.Module,
+    *,
+    likelihood: Likelihood | None = None,
+    revision: str | None = None,
+    sha256: str | None = None,
+) -> Memory:
     """Load a memory that `memory.save` wrote.
 
     If the model is sharded (`fully_shard`), every rank reads only the blocks that it owns.
@@ -28,16 +40,24 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Likelihood | None = 
     similarity is below 0.2 in the blocks that hold most of the weights.
 
     Args:
-        path: A file, a folder that contains a `memory.safetensors`, a `torch.distributed.checkpoint` folder, or the
-            name of a model on the Hugging Face hub that is published with its memory, such as "user/model".
+        path: A file, a folder that contains a `memory.safetensors`, a `torch.distributed.checkpoint` folder, or
+            "hub://user/model" for a model on the Hugging Face Hub that is published with its memory. Only names with
+            "hub://" are looked up on the network.
         model: A model with the same architecture as the one the memory was made for.
         likelihood: The likelihood, required if the memory was made with a custom one, which files cannot describe.
+        revision: The branch, tag or commit on the Hub. Defaults to the main branch.
+        sha256: The SHA-256 of the file, as `limpet inspect` prints it. Any other file is rejected before its content is
+            used.
 
     Returns:
         A memory of the same method, with the same settings.
 
     Raises:
-        MemoryFileError: If the file is not a limpet memory, is corrupted, or was made for another model.
+        MemoryFileError: If the file is not a limpet memory, is corrupted, was made for another model, or has another
+            SHA-256.
+        LimpetError: If the memory cannot be downloaded from the Hub.
+        ValueError: If `revision` is given for a local path, or `sha256` for a folder of torch.distributed or in another
+            form than 64 hexadecimal digits.
 
     Examples:
         >>> import tempfile, torch, limpet
@@ -50,16 +70,29 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Likelihood | None = 
         >>> again
         <OnlineLaplace structure='kronecker' strength=1 tasks=1 examples=20 bytes=168>
     """
-    from limpet.io import dcp
-    from limpet.io.hub import FILE, local_file
-    from limpet.methods import state_dict
-
-    has_file = (Path(path) / FILE).is_file()
-    state = dcp.read(path) if dcp.is_checkpoint(path) and not has_file else state_dict.read(local_file(path))
+    if sha256 is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
+        raise ValueError(f"sha256 must consist of 64 hexadecimal digits, not {sha256!r}")
+    try:
+        state = _read(path, revision, sha256)
+    except OSError as error:
+        raise MemoryFileError(f"{path} cannot be read: {error.strerror}") from error
     memory = restored(state, model, likelihood)
     logger.info("loaded the memory of %d tasks from %s", memory.tasks, path)
     _warn_if_unrelated(memory)
     return memory
+
+
+def _read(path: str | Path, revision: str | None, sha256: str | None) -> State:
+    """Read the state of a memory from a file, a checkpoint or the Hub."""
+    from limpet.io import dcp
+    from limpet.io.hub import FILE, local_file
+    from limpet.methods import state_dict
+
+    if not dcp.is_checkpoint(path) or (Path(path) / FILE).is_file():
+        return state_dict.read(local_file(path, revision=revision), sha256=sha256)
+    if sha256 is not None or revision is not None:
+        raise ValueError(f"sha256= and revision= do not apply to {path}, a folder of torch.distributed.checkpoint")
+    return dcp.read(path)
 
 
 def _warn_if_unrelated(memory: Memory) -> None:
@@ -91,8 +124,9 @@ def similarity(memory: Memory) -> tuple[float, float]:
     found = []
     for held in posterior.held.values():
         mean = held.mean
-        if held.tasks and mean.any():
-            w, norm = held.matrix(weights), float(mean.norm())
+        norm = float(mean.norm())
+        if held.tasks and norm:  # the norm of denormal numbers is 0
+            w = held.matrix(weights)
             cosine = float((w * mean).sum() / (w.norm() * norm).clamp_min(torch.finfo(w.dtype).tiny))
             found.append((cosine, float((w - mean).norm()) / norm, mean.numel()))
     if posterior.sharding is not None:

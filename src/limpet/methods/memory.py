@@ -19,6 +19,7 @@ from limpet.errors import (
     MemoryFileError,
     UnsupportedError,
     finite_number,
+    limited_number,
     logger,
     positive_whole,
     warn,
@@ -109,7 +110,7 @@ class Memory(ABC):
             raise ValueError(f"structure must be one of {', '.join(STRUCTURES)}, not {structure!r}")
         if prior_mean not in PRIOR_MEANS:
             raise ValueError(f"prior_mean must be one of {', '.join(PRIOR_MEANS)}, not {prior_mean!r}")
-        prior_precision = finite_number("prior_precision", prior_precision)
+        prior_precision = limited_number("prior_precision", prior_precision)
         settings = Structure(
             structure, positive_whole("max_factor_size", max_factor_size), Storage(storage_dtype, offload)
         )
@@ -151,7 +152,7 @@ class Memory(ABC):
             )
         if isinstance(value, str) and not automatic:
             raise ValueError(f"strength must be a number >= 0 or 'auto', not {value!r}")
-        self._strength = 1.0 if automatic else finite_number("strength", value)
+        self._strength = 1.0 if automatic else limited_number("strength", value)
         self._automatic = automatic
 
     @property
@@ -674,7 +675,7 @@ class Memory(ABC):
                 rest = Storage.of(content.metadata["settings"])
                 self.posterior.structure = Structure(structure, max_factor_size, rest)
                 attributes = self._read_settings(settings)
-                prior_precision = settings.number("prior_precision")
+                prior_precision = limited_number("prior_precision", settings.number("prior_precision"))
                 prior_mean = settings.choice("prior_mean", PRIOR_MEANS)
                 blocks = self._planned(also=state_dict.parameter_names(content))
                 held, constant, proximal, extra = state_dict.restore(content, blocks, self.posterior)
@@ -729,7 +730,7 @@ class Memory(ABC):
     def _read_settings(self, settings: Settings) -> dict[str, Any]:
         """Return the attributes that the settings of a state determine."""
         return {
-            "_strength": settings.number("strength"),
+            "_strength": limited_number("strength", settings.number("strength")),
             "_automatic": settings.flag("automatic"),
             "examples": settings.whole("examples"),
             "tasks": settings.whole("tasks"),
@@ -748,7 +749,7 @@ class Memory(ABC):
         return {}
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
-        """Upload the memory to a model repository on the Hugging Face hub, for `limpet.load(repo_id, model)`.
+        """Upload the memory to a model repository on the Hub, for `limpet.load(f"hub://{repo_id}", model)`.
 
         Args:
             repo_id: The repository, as "user/model". It is created if it does not exist.

@@ -21,14 +21,14 @@ from limpet.errors import LimpetError, MemoryFileError, finite_number, positive_
 from limpet.forgetting.probe import Probe
 from limpet.io import sharded_tensor_file, tensor_file
 from limpet.io.state import State, unsealed
+from limpet.methods.limits import check_block, check_proximal, finite
 from limpet.model import PER_SAMPLE, Block
 from limpet.posterior import BlockPosterior, Posterior
-from limpet.precision import STRUCTURES
+from limpet.precision import STRUCTURES, Precision
 from limpet.protection.bound_block import ProximalState
 from limpet.version import __version__
 
 FORMAT = "limpet memory"
-NEVER_NEGATIVE = ("diagonal", "diagonal.weighted", "eigenvalues", "eigenvalues.weighted", "trace")
 PROBE = "probe/"
 """Prefix of the names of a probe's tensors."""
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -255,6 +255,8 @@ def restore(
             else:
                 tensors.leave(f"{entry['name']}/")
         proximal = _restore_proximal(metadata["proximal"], tensors, posterior)
+        if proximal is not None:
+            check_proximal(proximal, held.values())
         weights = posterior.weights()
         for block in kept:
             held.setdefault(block.name, posterior.start(block, weights))
@@ -330,9 +332,7 @@ def _restore_block(entry: Mapping[str, Any], block: Block, tensors: Untaken, pos
         tensor = tensors.take(prefix + key)
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{prefix}{key} has the unsupported dtype {tensor.dtype}")
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{prefix}{key} contains inf or nan")
-        return tensor.to(weight.device, dtype)
+        return finite(f"{prefix}{key}", tensor.to(weight.device, dtype))  # after the conversion, which may overflow
 
     tensors.expect(*(prefix + key for key in entry.get("tensors", ())))  # files from before 0.1 do not list them
     mean = take("mean")
@@ -342,16 +342,14 @@ def _restore_block(entry: Mapping[str, Any], block: Block, tensors: Untaken, pos
             raise ValueError(f"{prefix}{name} has shape {tuple(tensor.shape)}, expected {tuple(block.shape)}")
     inner = f"{prefix}precision/"
     kept = {key.removeprefix(inner): take(key.removeprefix(prefix)) for key in tensors.under(inner)}
-    for key, tensor in kept.items():
-        square = tensor.dim() >= 2 and (key.startswith(("terms.", "matrix")))
-        entries = tensor.diagonal(dim1=-2, dim2=-1) if square else tensor
-        if (square or key.endswith(NEVER_NEGATIVE)) and bool((entries < 0).any()):
-            raise ValueError(f"{inner}{key} has negative entries")
     kind = STRUCTURES[entry["structure"]]
     if kind.structure != posterior.structure.of(block):
         raise ValueError(f"{block.name} has structure {kind.structure}, expected {posterior.structure.of(block)}")
     tasks = whole_number("tasks", entry["tasks"])
-    return BlockPosterior(block, mean, kind.restore(block.shape, kept, entry["precision"]), linear_term, tasks)
+    precision: Precision = kind.restore(block.shape, kept, entry["precision"])
+    held = BlockPosterior(block, mean, precision, linear_term, tasks)
+    check_block(held)
+    return held
 
 
 def _restore_proximal(
@@ -365,6 +363,8 @@ def _restore_proximal(
     multiplier = running.get("multiplier")
     multiplier = None if multiplier is None else signed_number("multiplier", multiplier)
     mode = str(running.get("mode", "proximal"))
+    if mode not in ("proximal", "gradient"):
+        raise ValueError(f"mode must be proximal or gradient, not {mode!r}")
     state = ProximalState(every, count, pending=pending, multiplier=multiplier, mode=mode)
     whole: dict[str, Tensor] = {}
     for key in tensors.under("force/"):
@@ -372,7 +372,7 @@ def _restore_proximal(
         if sharding is not None and sharding.owners[name] != sharding.ranks.rank:
             tensors.leave(key)
             continue
-        control_variate, weight = tensors.take(key), weights[name]
+        control_variate, weight = finite(key, tensors.take(key)), weights[name]
         if control_variate.shape != weight.shape:
             raise ValueError(f"{key} has shape {tuple(control_variate.shape)}, expected {tuple(weight.shape)}")
         whole[name] = control_variate if sharding is not None else control_variate.to(weight)
@@ -383,7 +383,7 @@ def _restore_proximal(
         pieces = sharding.exchange(weights).give(whole, names)
         state.control_variate = {name: shard_like(weights[name], piece) for name, piece in pieces.items()}
     for key in tensors.under("residual/"):
-        residual, weight = tensors.take(key), weights[key.removeprefix("residual/")]
+        residual, weight = finite(key, tensors.take(key)), weights[key.removeprefix("residual/")]
         if residual.shape != weight.shape:
             raise ValueError(f"{key} has shape {tuple(residual.shape)}, expected {tuple(weight.shape)}")
         state.residual[key.removeprefix("residual/")] = residual.to(weight.device, torch.float32)
@@ -420,19 +420,20 @@ def write_together(path: str | Path, state: State, ranks: Ranks) -> None:
     sharded_tensor_file.write(path, FORMAT, _described(state), state["tensors"], ranks)
 
 
-def read(path: str | Path) -> State:
+def read(path: str | Path, *, sha256: str | None = None) -> State:
     """Read a state from a file, with all checks that need no model.
 
     Args:
         path: Path of the file.
+        sha256: The SHA-256 that the file must have. None accepts any.
 
     Returns:
         The state. Its tensors are read lazily.
 
     Raises:
-        MemoryFileError: If the file is not a limpet memory, or is corrupted.
+        MemoryFileError: If the file is not a limpet memory, is corrupted, or has another SHA-256.
     """
-    described, tensors = tensor_file.read(path, FORMAT)
+    described, tensors = tensor_file.read(path, FORMAT, sha256=sha256)
     return {"metadata": json.dumps(described), "tensors": tensors}
 
 

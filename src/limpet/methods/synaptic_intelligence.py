@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from limpet.errors import LimpetError, MemoryFileError, UnsupportedError
+from limpet.errors import LimpetError, MemoryFileError, UnsupportedError, whole_number
+from limpet.methods.limits import SLACK, check_strength, finite
 from limpet.methods.memory import MAX_FACTOR_SIZE, Memory
 from limpet.model import Block, is_excluded, named_parameters
 from limpet.model.blocks import direct
@@ -165,6 +166,7 @@ class SynapticIntelligence(Memory):
             precision = held.precision.add(DiagonalTerm(_kept_positive(term, held, self._strength)), self._strength)
             mean = held.matrix(weights).detach().clone()
             held_now[name] = replace(held, mean=mean, precision=precision, tasks=held.tasks + 1)
+            check_strength(held_now[name], self._strength)
         self.posterior.held = held_now
         self.examples += watch.examples
         self.tasks += 1
@@ -190,14 +192,21 @@ class SynapticIntelligence(Memory):
         if running is None:
             return {**super()._read_extra(settings, tensors), "_watch": None}
         weights = self.posterior.parameters()
-        watch = Watch(weights, {}, {}, steps=int(running["steps"]), examples=int(running["examples"]))
+        steps, examples = (whole_number(name, running[name]) for name in ("steps", "examples"))
+        watch = Watch(weights, {}, {}, steps=steps, examples=examples)
         for key, tensor in tensors.items():
             kind, _, name = key.removeprefix("watch.").partition(".")
-            if kind not in ("path", "start") or name not in weights or weights[name].shape != tensor.shape:
+            shape = weights[name].shape if name in weights else None
+            if kind not in ("path", "start") or shape != tensor.shape or not tensor.is_floating_point():
                 raise MemoryFileError(f"{key} does not match any parameter of the model")
-            (watch.path if kind == "path" else watch.start)[name] = tensor.to(weights[name].device)
+            (watch.path if kind == "path" else watch.start)[name] = finite(key, tensor.to(weights[name].device))
         if watch.path.keys() != watch.start.keys():
             raise MemoryFileError("the path integral of the current task is incomplete")
+        # the importances of the task are 2 N strength path / (change^2 + damping)
+        factor = 2 * max(examples, 1) * max(settings.number("strength"), 1.0) / settings.number("damping")
+        for name, path in watch.path.items():
+            if not factor * float(path.abs().max()) * SLACK <= torch.finfo(path.dtype).max:
+                raise MemoryFileError(f"the path integral of {name} is so large that its importances overflow")
         return {"_watch": watch}
 
 

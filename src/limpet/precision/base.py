@@ -148,6 +148,10 @@ class Precision(ABC):
     def trace(self) -> Tensor:
         """Return the trace of L, in float64."""
 
+    def eigenvalue_bound(self) -> float:
+        """Return an upper bound on the largest eigenvalue of L: its trace, if the structure has no better one."""
+        return float(self.trace())
+
     @abstractmethod
     def log_determinant(self) -> Tensor:
         """Return log det L, in float64."""
@@ -197,6 +201,14 @@ class Precision(ABC):
 
         Raises:
             ValueError: If a tensor or number does not fit the block.
+        """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Check what holds for every precision that was computed; for precisions that come from a file.
+
+        Raises:
+            ValueError: If L is not symmetric and positive semi-definite, or a basis is not orthonormal.
         """
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:

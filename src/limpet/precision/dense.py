@@ -22,6 +22,7 @@ from limpet.precision.base import (
 from limpet.precision.linalg import symmetric_eigen, widened
 from limpet.precision.spectrum import Spectrum
 from limpet.precision.terms import DenseTerm, Term
+from limpet.precision.validity import check_positive_semidefinite
 from limpet.precision.weighted import WeightedSum
 
 if TYPE_CHECKING:
@@ -140,6 +141,11 @@ class Dense(Precision):
     def metadata(self) -> Metadata:
         """Return the numbers to save alongside the tensors."""
         return {"prior": self.prior, "strength": self.matrix.strength}
+
+    def check(self) -> None:
+        """Check that the matrix is symmetric and positive semi-definite."""
+        for name, tensor in self.tensors().items():
+            check_positive_semidefinite(name, tensor)
 
     @classmethod
     def restore(cls, shape: torch.Size, tensors: Mapping[str, Tensor], metadata: Metadata) -> Self:

@@ -21,6 +21,7 @@ from limpet.precision.base import (
 from limpet.precision.linalg import widened
 from limpet.precision.spectrum import Spectrum
 from limpet.precision.terms import DiagonalTerm, Term
+from limpet.precision.validity import check_non_negative
 from limpet.precision.weighted import WeightedSum
 
 if TYPE_CHECKING:
@@ -96,6 +97,10 @@ class Diagonal(Precision):
         """Return the trace of L, in float64."""
         return widened(self._full).sum()
 
+    def eigenvalue_bound(self) -> float:
+        """Return the largest eigenvalue of L."""
+        return self.values.largest() + self.prior
+
     def log_determinant(self) -> Tensor:
         """Return log det L, in float64."""
         return widened(self._full).log().sum()
@@ -119,6 +124,11 @@ class Diagonal(Precision):
     def metadata(self) -> Metadata:
         """Return the numbers to save alongside the tensors."""
         return {"prior": self.prior, "strength": self.values.strength}
+
+    def check(self) -> None:
+        """Check that the diagonal is not negative."""
+        for name, tensor in self.tensors().items():
+            check_non_negative(name, tensor)
 
     @classmethod
     def restore(cls, shape: torch.Size, tensors: Mapping[str, Tensor], metadata: Metadata) -> Self:

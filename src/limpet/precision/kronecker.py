@@ -42,6 +42,7 @@ from limpet.precision.rotation import Rotation
 from limpet.precision.spectrum import Spectrum
 from limpet.precision.storage import AS_USED, Storage
 from limpet.precision.terms import KroneckerTerm, Term
+from limpet.precision.validity import check_non_negative, check_orthonormal
 from limpet.precision.weighted import WeightedSum
 
 if TYPE_CHECKING:
@@ -70,6 +71,18 @@ class Basis:
     def columns(self) -> Matrix | None:
         """U in the dtype and on the device of use. None is the identity."""
         return None if self.vectors is None else self.vectors.to(self.trace.device, self.trace.dtype)
+
+    def check(self, name: str) -> None:
+        """Raise ValueError unless the basis is orthonormal and the eigenvalues are not negative.
+
+        Args:
+            name: Name of the basis, for the error message.
+        """
+        check_non_negative(f"{name}.trace", self.trace)
+        if self.diagonal and self.vectors is not None:
+            raise ValueError(f"{name} is diagonal, but has eigenvectors")
+        for part in () if self.columns is None else pieces(self.columns):
+            check_orthonormal(f"{name}.vectors", part, self.rest.epsilon)
 
     def take(self, factor: Matrix, weight: Tensor) -> tuple[Basis, Matrix | None, Tensor]:
         """Add weight * factor to the partial trace.
@@ -323,6 +336,10 @@ class Kronecker(Precision):
         """Return the trace of L, in float64."""
         return widened(self._full).sum()
 
+    def eigenvalue_bound(self) -> float:
+        """Return the largest eigenvalue of L."""
+        return self.values.largest() + self.prior
+
     def log_determinant(self) -> Tensor:
         """Return log det L, in float64."""
         return widened(self._full).log().sum()
@@ -368,6 +385,13 @@ class Kronecker(Precision):
             **self.inputs.rest.metadata(),
         }
 
+    def check(self) -> None:
+        """Check that the bases are orthonormal, and that no eigenvalue is negative."""
+        for name, tensor in self.values.tensors("eigenvalues").items():
+            check_non_negative(name, tensor)
+        for name, basis in self._bases.items():
+            basis.check(name)
+
     @classmethod
     def restore(cls, shape: torch.Size, tensors: Mapping[str, Tensor], metadata: Metadata) -> Self:
         """Rebuild a precision from its `tensors` and `metadata`."""
@@ -377,7 +401,7 @@ class Kronecker(Precision):
         def side(name: str, size: int) -> Basis:
             trace = check_shape(f"{name}.trace", tensors[f"{name}.trace"], (*groups, size))
             sizes = tuple(map(int, metadata.get(f"{name}_sizes", [size])))
-            if sum(sizes) != size:
+            if sum(sizes) != size or min(sizes, default=0) < min(size, 1):
                 raise ValueError(f"{name}_sizes are {sizes}, which do not sum to the size of the factor, {size}")
             vectors = find(f"{name}.vectors", tensors)
             if vectors is not None:

@@ -20,12 +20,17 @@ from limpet.precision.linalg import conjugate_gradients, symmetric_eigen, widene
 from limpet.precision.spectrum import Spectrum
 from limpet.precision.storage import AS_USED, Storage
 from limpet.precision.terms import KroneckerTerm, Term
+from limpet.precision.validity import check_non_negative, check_positive_semidefinite
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 WRITTEN_OUT_LIMIT = 4096
 """Largest number of weights in a block for which the log-determinant and samples use the dense matrix."""
+
+TRACE_TOLERANCE = 1e-2
+"""Allowed relative difference between the traces of the sum and of its eigenbasis form, which are equal but for
+rounding errors."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +207,18 @@ class KroneckerSum(Precision):
     def metadata(self) -> Metadata:
         """Return the numbers to save alongside the tensors."""
         return {**self.eigenbasis.metadata(), "prior": self.prior, "strengths": list(self.strengths)}
+
+    def check(self) -> None:
+        """Check that the factors are positive semi-definite, and that the eigenbasis form is that of their sum."""
+        self.eigenbasis.check()
+        for i, term in enumerate(self.terms):
+            sides = (("inputs", term.inputs, term.inputs_diagonal), ("outputs", term.outputs, term.outputs_diagonal))
+            for side, factor, is_diagonal in sides:
+                for part in pieces(factor):
+                    (check_non_negative if is_diagonal else check_positive_semidefinite)(f"terms.{i}.{side}", part)
+        exact, approximate = float(self.trace()), float(self.eigenbasis.trace())
+        if not abs(exact - approximate) <= TRACE_TOLERANCE * exact:
+            raise ValueError("the eigenvalues do not add up to the trace of the terms")
 
     @classmethod
     def restore(cls, shape: torch.Size, tensors: Mapping[str, Tensor], metadata: Metadata) -> Self:

@@ -35,6 +35,11 @@ class Storage:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"storage_dtype must be one of {', '.join(DTYPES)}, or None, not {self.dtype!r}")
 
+    @property
+    def epsilon(self) -> float:
+        """Resolution of stored bases, at best that of float32, because a memory may have been converted to float64."""
+        return torch.finfo(torch.float32 if self.dtype is None else DTYPES[self.dtype]).eps
+
     def lay(self, vectors: Tensor) -> Tensor:
         """Return eigenvectors in the storage dtype and on the storage device."""
         dtype = vectors.dtype if self.dtype is None else DTYPES[self.dtype]

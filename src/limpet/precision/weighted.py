@@ -54,6 +54,11 @@ class WeightedSum:
             return 1.0, self.mixed
         return 1.0 if self.strength is None else self.strength, self.plain
 
+    def largest(self) -> float:
+        """Return the largest entry of the total."""
+        factor, values = self.factored
+        return factor * float(values.max()) if values.numel() else 0.0
+
     def add(self, plain: Tensor, strength: float, carry: Callable[[Tensor], Tensor] | None = None) -> WeightedSum:
         """Add one task.
 
