@@ -325,6 +325,25 @@ def test_a_changed_number_is_noticed(whole: RunFolder) -> None:
     assert load_record(path).accuracy == values["accuracy"]
 
 
+def test_the_checkpoint_outlives_a_damaged_record(stopped: RunFolder, whole: RunFolder) -> None:
+    stopped.record.write_text("{")
+    with pytest.raises(LimpetError, match=r"run\.json is not a valid run record"):
+        run(recipe(), stopped.path, resume=True)
+    stopped.record.unlink()
+    expected = whole.load_record()
+    assert expected is not None and run(recipe(), stopped.path, resume=True).accuracy == expected.accuracy
+
+
+def test_a_sequence_whose_name_is_a_path(tmp_path: Path) -> None:
+    SEQUENCES.register("test/folder")(Blobs)
+    try:
+        with pytest.raises(LimpetError, match="'test/folder-2' cannot be the name of an experiment"):
+            run(recipe(experiment="test/folder"), tmp_path / "run")
+    finally:
+        del SEQUENCES._items["test/folder"]
+    assert not (tmp_path / "run").exists()
+
+
 def test_records_with_different_numbers_of_tasks_in_one_experiment(tmp_path: Path) -> None:
     for tasks in (2, 3):
         run(recipe(tasks=tasks), tmp_path / str(tasks))

@@ -105,7 +105,7 @@ class Record(Part):
     def _check_name(cls, name: str) -> str:
         """The name is that of a folder in reports."""
         if not name.isprintable() or name in ("", ".", "..") or "/" in name or "\\" in name:
-            raise ValueError(f"experiment: {name!r} is not a name of an experiment")
+            raise ValueError(f"{name[:80]!r} cannot be the name of an experiment, because it is that of a folder")
         return name
 
     @model_validator(mode="after")
@@ -223,15 +223,10 @@ class RunFolder:
         write_text(self.recipe, yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
 
     def tidy(self) -> None:
-        """Delete what killed processes have left: temporary files, and the checkpoint of a finished run.
-
-        The folder is locked, so no other process is writing these files.
-        """
+        """Delete temporary files of killed processes. The folder is locked, so no other process is writing them."""
         for path in (self.recipe, self.record, self.memory, self.model, self.checkpoint):
             for temporary in self.path.glob(f".{path.name}.*"):
                 temporary.unlink(missing_ok=True)
-        if self.record.exists():
-            self.checkpoint.unlink(missing_ok=True)
 
     def load_recipe(self) -> Recipe:
         """Read the recipe of the run.

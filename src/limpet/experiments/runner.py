@@ -115,6 +115,7 @@ def _before(place: RunFolder, recipe: Recipe, resume: bool) -> Record | None:
     before = place.load_record()
     if before is not None:
         _check_same(before.recipe, recipe, place)
+        place.checkpoint.unlink(missing_ok=True)  # of a process that was killed before it could delete it
     return before
 
 
@@ -168,13 +169,14 @@ class Run:
         self.lessons = Lessons(recipe, self.device)
         self.model, self.method = self._new_network(0)
         self.training: TaskTraining | None = None  # of the current task
-        self.record = Record(
-            recipe=recipe,
-            experiment=experiment_key(recipe.experiment, recipe.tasks, recipe.scenario),
-            environment=environment(torch.get_num_threads(), self.device),
-            names=self.lessons.names(),
-            parameters=parameter_count(self.model),
-        )
+        values = {
+            "recipe": recipe,
+            "experiment": experiment_key(recipe.experiment, recipe.tasks, recipe.scenario),
+            "environment": environment(torch.get_num_threads(), self.device),
+            "names": self.lessons.names(),
+            "parameters": parameter_count(self.model),
+        }
+        self.record = checked(Record, values, "run")
         self.seconds = {"training": 0.0, "curvature": 0.0, "evaluation": 0.0}  # of the current task
         self._saved = time.monotonic()
 
