@@ -17,6 +17,7 @@ import yaml
 from limpet.errors import LimpetError
 from limpet.experiments import SEQUENCES, Examples, Recipe, Record, TaskSequence, Watcher, run
 from limpet.experiments import recipe as recipes
+from limpet.experiments import sweep as sweeps
 from limpet.experiments.recipe import checked, parse
 from limpet.experiments.record import CHECKPOINT_FORMAT, RunFolder, load_record, load_records
 from limpet.experiments.results import gather
@@ -118,6 +119,25 @@ def test_a_sweep_in_a_folder_that_is_in_use_is_rejected(tmp_path: Path) -> None:
     with folder_lock(tmp_path), pytest.raises(LockedError, match=f"in use by process {os.getpid()}"):
         sweep(trials, tmp_path, resume=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_worker_left_is_deleted_at_the_end_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = plan(recipe(), {"memory.strength": [1.0, 2.0]}, [0], tmp_path / "sweep")
+
+    def tune(*_: Any) -> None:
+        """The first trial finishes, the second one is stopped, and its worker has no time to clean up."""
+        run(trials[0].recipe, trials[0].folder)
+        with pytest.raises(KeyboardInterrupt):
+            run(trials[1].recipe, trials[1].folder, watcher=Stop())
+        for name in ("lock", ".checkpoint.safetensors.12"):
+            (Path(trials[1].folder) / name).touch()
+
+    monkeypatch.setattr(sweeps, "connect", lambda _: False)
+    monkeypatch.setattr(sweeps, "_tune", tune)
+    result = sweep(trials, tmp_path / "sweep")
+    assert result.best == {"memory.strength": 1.0} and [len(one.scores) for one in result.outcomes] == [1, 0]
+    assert names(tmp_path / "sweep") == ["plan.json", "strength=1.0", "strength=2.0", "sweep.json"]
+    assert names(Path(trials[1].folder)) == ["recipe.yaml", "tensorboard"]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from limpet.experiments.recipe import Part, Recipe, checked, merged, nested
 from limpet.experiments.record import Record, RunFolder, compact_json, load_json, with_checksum, write_text
 from limpet.experiments.runner import Watcher, run
 from limpet.experiments.sequences import SEQUENCES
-from limpet.io.lock import LockedError, folder_lock
+from limpet.io.lock import LOCK, LockedError, folder_lock
 
 STARTS = 3
 FAILURE = "failure.txt"
@@ -160,9 +161,18 @@ def _sweep(
     finally:
         if started:
             shutdown()
+    _tidy(trials)
     result = collect(trials)
     write_text(result_file, compact_json(with_checksum(result.model_dump(mode="json"))))
     return result
+
+
+def _tidy(trials: list[Trial]) -> None:
+    """Delete what workers have left that were ended in the middle of a trial, as those of trials stopped early are."""
+    for place in (RunFolder(trial.folder) for trial in trials):
+        if (place.path / LOCK).exists():
+            with suppress(LockedError), place.lock(WAIT):
+                place.tidy()
 
 
 def _checked_result(path: Path, planned: list[dict[str, Any]]) -> SweepResult:

@@ -29,6 +29,8 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
+LOCK = "lock"
+"""Name of the lock file of a folder."""
 POLL_SECONDS = 0.1
 UNSUPPORTED = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
 """Errors of flock on a file system that has no locks."""
@@ -145,7 +147,7 @@ def folder_lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
         LockedError: If another process holds the lock.
     """
     created = [path for path in (folder, *folder.parents) if not path.exists()]
-    lock = FileLock(folder / "lock", folder, wait=wait)
+    lock = FileLock(folder / LOCK, folder, wait=wait)
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
