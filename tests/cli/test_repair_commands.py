@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 import limpet
 from limpet.errors import LimpetError
 from limpet.integrations import causal_lm
+from limpet.io.lock import FileLock
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -231,7 +233,11 @@ def test_what_is_wrong_is_one_line(folder: Path, memory: Path, tmp_path: Path) -
     tuned = [*base, "--tuned", str(folder / "adapter"), "--memory", str(memory)]
     data = ["--data", str(folder / "new.txt"), "--length", "8"]
     (tmp_path / "empty").mkdir()
+    (tmp_path / "damaged.pass").write_bytes(b"not a checkpoint of a pass")
     cases = [
+        (["consolidate", *base, *data, "-o", str(tmp_path / "no" / "memory")], "there is no folder"),
+        (["consolidate", *base, *data, "-o", str(tmp_path / "damaged.safetensors")], "damaged.pass is not a limpet"),
+        (["consolidate", *base, *data, "-o", str(tmp_path / "used")], f"used is in use by process {os.getpid()}"),
         (["consolidate", *base], "pass either --data"),
         (["consolidate", *base, "--self-samples", "10", "--data", "x"], "pass either --data"),
         (["consolidate", *base, "--data", "x", "--chat"], "only apply to --self-samples"),
@@ -245,7 +251,8 @@ def test_what_is_wrong_is_one_line(folder: Path, memory: Path, tmp_path: Path) -
         (["drift", *tuned, "--revision", "v2"], "revision= applies to names on the Hub only"),
     ]
     for words, told in cases:
-        done = command(*words)
+        with FileLock(tmp_path / "used.lock", tmp_path / "used"):
+            done = command(*words)
         assert done.returncode == 2, words
         assert told in " ".join(done.stderr.split()), done.stderr
         assert "Traceback" not in done.stderr

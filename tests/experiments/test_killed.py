@@ -50,6 +50,12 @@ def _kill(pids: list[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def names(folder: Path) -> list[str]:
+    """The files below a folder, but those of TensorBoard and Ray, whose names contain times."""
+    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path) for path in found if not {"tensorboard", "ray"} & set(path.parts))
+
+
 RUN = [
     *("run", "permuted-mnist", "--tasks", "3", "--epochs", "15", "--threads", "1", "--checkpoint-seconds", "0"),
     *("--set", "training.batch_size=4", "--set", "memory.every=3", "--set", "evaluation.track=50"),
@@ -89,7 +95,8 @@ def test_a_run_killed_at_random_moments(tmp_path: Path, small_data: Path, sign: 
         assert folder.memory.read_bytes() == whole.memory.read_bytes()
         assert folder.model.read_bytes() == whole.model.read_bytes()
         record = folder.load_record()
-        assert record is not None and not folder.checkpoint.exists()
+        assert record is not None
+        assert names(folder.path) == names(whole.path)  # no checkpoint, lock or temporary file
         assert (record.accuracy, record.nll, record.curve) == (expected.accuracy, expected.nll, expected.curve)
 
 
@@ -123,6 +130,48 @@ def test_a_sweep_whose_driver_is_killed(tmp_path: Path, small_data: Path) -> Non
     assert len(list(folder.rglob("run.json"))) == 6
     assert {o["settings"]["memory.strength"]: sum(o["scores"]) / 2 for o in result["outcomes"]} == pytest.approx(scores)
     assert result["best"] == {"memory.strength": max(scores, key=lambda s: scores[s])}
+    files = ("memory.safetensors", "model.safetensors", "recipe.yaml", "run.json")
+    runs = [f"strength={strength}/seed{seed}/{name}" for strength in scores for seed in (0, 1) for name in files]
+    assert names(folder) == sorted(["plan.json", "sweep.json", *runs])
+
+
+@pytest.mark.slow
+def test_runs_killed_at_random_moments_in_forked_processes(tmp_path: Path, small_data: Path) -> None:
+    """A few of those of `python tests/kill_runs.py`."""
+    line = [sys.executable, "-c", FORKED.format(folder=str(tmp_path / "kills"))]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout)["kills"] == 8
+
+
+FORKED = """
+import json, kill_runs, pathlib
+found = kill_runs.killed(kill_runs.ForkedRun, 8, 1, pathlib.Path({folder!r}), deadline=float("inf"))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_no_credential_reaches_the_logs_of_ray(
+    tmp_path: Path, small_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a cluster that the sweep starts: its logs, the folder of the sweep, and what the command prints."""
+    ray_folder, canary = Path(tempfile.mkdtemp(prefix="ray")), f"canary{secrets.token_hex(8)}"
+    monkeypatch.setenv("RAY_TMPDIR", str(ray_folder))
+    for name in ("HF_TOKEN", "MY_API_KEY", "SOME_SECRET", "DB_PASSWORD"):
+        monkeypatch.setenv(name, canary)
+    words = [*SWEEP, "--epochs", "1"]
+    try:
+        with started(*words, folder=tmp_path) as process:
+            assert process.wait(300) == 0, (tmp_path / "log.txt").read_text()
+        logs = [path for path in ray_folder.rglob("*") if path.is_file()]
+        assert any(path.parent.name == "logs" for path in logs)  # we look at the right place
+        assert any(str(small_data).encode() in path.read_bytes() for path in logs)  # which is where they would be
+        for path in [*logs, *(path for path in tmp_path.rglob("*") if path.is_file())]:
+            assert canary.encode() not in path.read_bytes(), path
+    finally:
+        _kill([p.pid for p in psutil.process_iter(["cmdline"]) if str(ray_folder) in " ".join(p.info["cmdline"] or [])])
+        shutil.rmtree(ray_folder, ignore_errors=True)
 
 
 @pytest.mark.slow
@@ -149,6 +198,7 @@ def test_a_sweep_with_asha_on_a_cluster_of_two_nodes(
     ended = {o["settings"]["memory.strength"]: (len(o["scores"]), sum(o["scores"])) for o in result["outcomes"]}
     assert len(ended) == 3 and result["best"] == {"memory.strength": max(ended, key=lambda s: ended[s])}
     assert max(ended.values())[0] >= 1
+    assert not [path for path in (tmp_path / "sweep").rglob("*") if path.name == "lock" or path.name[0] == "."]
     spans = [
         (folder.recipe.stat().st_mtime, folder.record.stat().st_mtime)
         for folder in (RunFolder(path.parent) for path in (tmp_path / "sweep").rglob("run.json"))

@@ -55,6 +55,12 @@ def _one_line(message: Warning | str, *_: Any, **__: Any) -> None:
     )
 
 
+def _line(error: Exception) -> str:
+    """The message of an error as one line of printable characters; it may quote a damaged file."""
+    joined = " ".join(str(error).split())
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in joined)
+
+
 def main() -> None:
     """Run the command line, reporting expected errors as a single line with exit status 2."""
     warnings.simplefilter("once", LimpetWarning)
@@ -62,8 +68,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         app(standalone_mode=True)
-    except (LimpetError, OSError, UnicodeDecodeError) as error:
-        Console(stderr=True).print(f"[red]limpet:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+    except (LimpetError, OSError, UnicodeError) as error:
+        Console(stderr=True).print(f"[red]limpet:[/red] {escape(_line(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,6 +98,7 @@ def consolidate_command(
     from limpet.integrations import causal_lm
     from limpet.io import hub
     from limpet.io.atomic import write_text
+    from limpet.io.lock import FileLock
     from limpet.methods.memory import MAX_FACTOR_SIZE
     from limpet.precision import STRUCTURES
     from limpet.precision.storage import DTYPES
@@ -116,7 +118,12 @@ def consolidate_command(
         raise LimpetError("--prompts and --chat only apply to --self-samples: add --self-samples, or remove them")
     if prompts and chat:
         raise LimpetError("--prompts and --chat both define how samples start: pass only one of them")
-    with distributed.launched() as first:
+    if not out.parent.is_dir():
+        raise LimpetError(f"there is no folder {out.parent} to save {out.name} in: create it first")
+    with ExitStack() as stack:
+        first = stack.enter_context(distributed.launched())
+        if first:  # for all ranks: they write the same checkpoint and memory
+            stack.enter_context(FileLock(out.with_name(f"{out.name}.lock"), out))
         network = checkpoints.read_base(model, dtype, device)
         tokenizer = checkpoints.read_tokenizer(model)
         held_out = (0 if self_samples is None else 40) if probe is None else probe

@@ -7,6 +7,7 @@ of the command line are applied last.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
@@ -19,6 +20,9 @@ from limpet.errors import LimpetError
 from limpet.experiments.registry import lineage, suggestion
 
 M = TypeVar("M", bound=BaseModel)
+
+LARGEST = 10_000
+"""Largest number of values in a preset or recipe."""
 
 PRESETS = resources.files("limpet.experiments") / "presets"
 
@@ -270,7 +274,11 @@ def load_preset(experiment: str, which: str | None = None) -> Preset:
         path = Path(which)
         if not path.is_file():
             raise LimpetError(f"file not found: {which}")
-        return checked(Preset, parse(path.read_text(), which), which)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise LimpetError(f"{which} is not a text file: {error}") from error
+        return checked(Preset, parse(text, which), which)
     name = f"{experiment}-{which}" if which else experiment
     if name not in preset_names():
         if which:
@@ -280,14 +288,40 @@ def load_preset(experiment: str, which: str | None = None) -> Preset:
 
 
 def parse(text: str, name: str) -> dict[str, Any]:
-    """Parse a YAML mapping; `name` identifies the source in error messages."""
+    """Parse a YAML mapping.
+
+    Args:
+        text: The YAML.
+        name: Its source, for error messages.
+
+    Returns:
+        The mapping.
+
+    Raises:
+        LimpetError: If the text is not valid YAML, not a mapping, or too large with all its aliases expanded.
+    """
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:  # ValueError: month 13, and the like
         raise LimpetError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise LimpetError(f"{name} must be a mapping of names to values")
+    if _is_larger(values, LARGEST):
+        raise LimpetError(f"{name} contains more than {LARGEST} values: check its aliases (*name)")
     return values
+
+
+def _is_larger(values: Any, most: int) -> bool:
+    """Whether a nested value has more than `most` parts. An alias counts as often as it occurs."""
+    stack, seen = [values], 0
+    while stack and seen <= most:
+        value = stack.pop()
+        seen += 1
+        if isinstance(value, dict):
+            stack.extend(value.values())
+        elif isinstance(value, list | tuple | set):
+            stack.extend(value)
+    return seen > most
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -297,7 +331,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
         raise LimpetError(f"--set takes name=value, e.g. training.lr=0.1, not {text!r}")
     try:
         return name.strip(), _number(yaml.safe_load(value))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise LimpetError(f"--set {text}: the value is not valid YAML") from error
 
 
@@ -311,7 +345,7 @@ def _number(value: Any) -> Any:
     return value
 
 
-def checked(kind: type[M], values: Mapping[str, Any], name: str) -> M:
+def checked(kind: type[M], values: Any, name: str) -> M:
     """Validate values, reporting the first invalid one in a single line.
 
     Args:
@@ -334,7 +368,12 @@ def checked(kind: type[M], values: Mapping[str, Any], name: str) -> M:
             raise LimpetError(f"{name}: unknown setting {where!r}{_near(kind, first['loc'])}") from None
         if first["type"] == "value_error":
             raise LimpetError(f"{name}: {first['msg'].removeprefix('Value error, ')}") from None
-        raise LimpetError(f"{name}: {where}: {first['msg']} (got {first['input']!r})") from None
+        raise LimpetError(f"{name}: {where}: {first['msg']} (got {_short(first['input'])})") from None
+
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 80
+_short = _repr.repr
 
 
 def _near(kind: type[BaseModel], loc: tuple[int | str, ...]) -> str:

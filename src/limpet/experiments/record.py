@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import platform
 import re
 import resource
 import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import yaml
+from pydantic import Field, field_validator, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import save_model
 from torch import nn
@@ -25,19 +29,31 @@ from limpet.experiments.recipe import Part, Recipe, checked, parse
 from limpet.io import tensor_file
 from limpet.io.atomic import atomic_write
 from limpet.io.atomic import write_text as write_text
+from limpet.io.lock import folder_lock
 from limpet.methods.state_dict import Content
 from limpet.version import __version__
 
 CHECKPOINT_FORMAT = "limpet run checkpoint"
+CHECKSUM = "sha256"
 ROUND = 4  # decimals of percentages and nats; accuracies on 10,000 test examples are multiples of 0.01
+
+
+Percent = Annotated[float, Field(ge=-1e6, le=1e6)]
+Size = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Curve(Part):
     """Accuracy on every task so far, after an epoch of the current one."""
 
-    task: int
-    epoch: int
-    accuracy: list[float]
+    task: int = Field(ge=0)
+    epoch: int = Field(ge=0)
+    accuracy: list[Percent]
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Curve:
+        if len(self.accuracy) != self.task + 1:
+            raise ValueError(f"a point of the curve of task {self.task} has {len(self.accuracy)} accuracies")
+        return self
 
 
 class Seconds(Part):
@@ -76,18 +92,39 @@ class Record(Part):
     experiment: str
     environment: dict[str, Any] = {}
     names: list[str] = []
-    untrained: list[float] = []
-    accuracy: list[list[float | None]] = []
+    untrained: list[Percent] = []
+    accuracy: list[list[Percent | None]] = []
     nll: list[list[float | None]] = []
-    calibration: list[list[float | None]] = []
-    validation: list[float] = []
+    calibration: list[list[Percent | None]] = []
+    validation: list[Percent] = []
     curve: list[Curve] = []
-    epochs: list[int] = []
+    epochs: list[Size] = []
     seconds: Seconds = Seconds()
-    peak_memory_bytes: int = 0
-    kept_bytes: int = 0
-    parameters: int = 0
+    peak_memory_bytes: Size = 0
+    kept_bytes: Size = 0
+    parameters: Size = 0
     metrics: dict[str, float | None] = {}
+
+    @field_validator("experiment")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        """The name is that of a folder in reports."""
+        if not name.isprintable() or name in ("", ".", "..") or "/" in name or "\\" in name:
+            raise ValueError(f"{name[:80]!r} cannot be the name of an experiment, because it is that of a folder")
+        return name
+
+    @model_validator(mode="after")
+    def _check_shapes(self) -> Record:
+        """Reports rely on the shapes of the matrices."""
+        tasks, names = len(self.accuracy), len(self.names)
+        shapes = {tuple(map(len, matrix)) for matrix in (self.accuracy, self.nll, self.calibration)}
+        lengths = {len(self.epochs), *(len(column) for column in self.seconds.model_dump().values())}
+        rows = all(len(row) in (0, t + 1, min(t + 2, names)) for t, row in enumerate(self.accuracy))
+        others = all(len(values) in (0, names) for values in (self.untrained, self.validation))
+        curves = all(point.task < names for point in self.curve)
+        if tasks > names or len(shapes) > 1 or lengths != {tasks} or not (rows and others and curves):
+            raise ValueError("the matrices and lists of the record do not match in length")
+        return self
 
     @property
     def tasks(self) -> int:
@@ -156,7 +193,7 @@ class RunFolder:
     """Folder of a run.
 
     It contains recipe.yaml, run.json (environment, matrices, timings, metrics), memory.safetensors, model.safetensors,
-    tensorboard/, and during the run checkpoint.safetensors.
+    tensorboard/, and during the run checkpoint.safetensors and the lock of the process that writes to it.
 
     Args:
         path: Path of the folder.
@@ -171,21 +208,44 @@ class RunFolder:
         self.checkpoint = self.path / "checkpoint.safetensors"
         self.tensorboard = self.path / "tensorboard"
 
+    def lock(self, wait: float = 0.0) -> AbstractContextManager[None]:
+        """Return a context in which no other process writes to the folder.
+
+        Args:
+            wait: Number of seconds to wait for another process to release it.
+        """
+        return folder_lock(self.path, wait=wait)
+
     def begin(self, recipe: Recipe) -> None:
-        """Create the folder and write the recipe."""
+        """Write the recipe. The folder is locked, and contains no run."""
+        found = [path.name for path in (self.record, self.checkpoint, self.memory, self.model) if path.exists()]
+        if found:
+            raise LimpetError(
+                f"{self.path} contains {found[0]} of a run whose {self.recipe.name} is missing: restore it, or choose "
+                "another folder"
+            )
         self.path.mkdir(parents=True, exist_ok=True)
-        written = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
-        write_text(self.recipe, written)
+        write_text(self.recipe, yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+
+    def tidy(self) -> None:
+        """Delete temporary files of killed processes. The folder is locked, so no other process is writing them."""
+        for path in (self.recipe, self.record, self.memory, self.model, self.checkpoint):
+            for temporary in self.path.glob(f".{path.name}.*"):
+                temporary.unlink(missing_ok=True)
 
     def load_recipe(self) -> Recipe:
-        """Read the recipe of the run."""
+        """Read the recipe of the run.
+
+        Raises:
+            LimpetError: If there is none, or it is damaged.
+        """
         if not self.recipe.is_file():
             raise LimpetError(f"{self.path} does not contain a run: {self.recipe.name} not found")
-        return checked(Recipe, parse(self.recipe.read_text(), str(self.recipe)), str(self.recipe))
+        return checked(Recipe, parse(_text(self.recipe, "recipe"), str(self.recipe)), str(self.recipe))
 
     def save_record(self, record: Record) -> None:
         """Write run.json atomically."""
-        write_text(self.record, compact_json(record.model_dump(mode="json")))
+        write_text(self.record, compact_json(with_checksum(record.model_dump(mode="json"))))
 
     def load_record(self) -> Record | None:
         """Read the record, or return None if the run has not finished."""
@@ -213,29 +273,98 @@ class RunFolder:
 
 
 def load_record(path: Path) -> Record:
-    """Read a record from its JSON file."""
-    return _parsed(_text(path), str(path))
+    """Read a record from its JSON file.
+
+    Raises:
+        LimpetError: If the file is damaged.
+    """
+    return _finished(load_json(path, "run record"), str(path))
 
 
 def load_records(path: Path) -> list[Record]:
-    """Read the records of a .jsonl file, one per line."""
-    lines = enumerate(_text(path).splitlines(), start=1)
-    return [_parsed(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+    """Read the records of a .jsonl file, one per line.
+
+    Raises:
+        LimpetError: If a line is damaged.
+    """
+    records = []
+    for number, line in enumerate(_text(path, "file of run records").split("\n"), start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            records.append(_finished(parse_json(line, where, "run record"), where))
+    return records
 
 
-def _text(path: Path) -> str:
+def _finished(values: Any, where: str) -> Record:
+    """Check the record of a finished run."""
+    record = checked(Record, values, where)
+    if not record.tasks or record.tasks != len(record.names) or None in record.accuracy[-1]:
+        raise LimpetError(f"{where} is not the record of a finished run")
+    if len(record.accuracy[-1]) != record.tasks:
+        raise LimpetError(f"{where} does not contain the final accuracy on every task")
+    return record
+
+
+def _text(path: Path, kind: str) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise LimpetError(f"{path} is not a valid run record: {error}") from error
+        raise LimpetError(f"{path} is not a valid {kind}: {error}") from error
 
 
-def _parsed(text: str, where: str) -> Record:
+def load_json(path: Path, kind: str) -> Any:
+    """Read a JSON file that was written with `with_checksum`, or by an earlier version without a checksum.
+
+    Args:
+        path: The file.
+        kind: What it is, for error messages.
+
+    Returns:
+        The values, without the checksum.
+
+    Raises:
+        LimpetError: If the file is damaged.
+    """
+    return parse_json(_text(path, kind), str(path), kind)
+
+
+def parse_json(text: str, where: str, kind: str) -> Any:
+    """Parse JSON and verify the checksum in it, if any.
+
+    Args:
+        text: The JSON.
+        where: Its source, for error messages.
+        kind: What it is, for error messages.
+
+    Returns:
+        The values, without the checksum.
+
+    Raises:
+        LimpetError: If the text is not valid JSON that can be written again, or does not match its checksum.
+    """
     try:
         values = json.loads(text)
-    except ValueError as error:
-        raise LimpetError(f"{where} is not a valid run record: {error}") from error
-    return checked(Record, values, where)
+        digest = values.pop(CHECKSUM, None) if isinstance(values, dict) else None
+        actual = _digest(values)
+    except (ValueError, RecursionError) as error:
+        raise LimpetError(f"{where} is not a valid {kind}: {error}") from error
+    if digest is not None and digest != actual:
+        raise LimpetError(
+            f"{where} is damaged: its content does not match its checksum (if it was edited on purpose, remove the "
+            f"entry {CHECKSUM!r})"
+        )
+    return values
+
+
+def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Add a checksum over the values, which `parse_json` verifies."""
+    return {**values, CHECKSUM: _digest(values)}
+
+
+def _digest(values: Any) -> str:
+    """SHA-256 of the values as JSON with sorted keys. Raises ValueError for NaN, infinity and invalid Unicode."""
+    written = json.dumps(values, allow_nan=False, ensure_ascii=False, sort_keys=True)
+    return hashlib.sha256(written.encode()).hexdigest()
 
 
 def compact_json(values: Any) -> str:

@@ -163,6 +163,12 @@ def gather(folders: Iterable[Path]) -> list[Experiment]:
         copies += [record for path in sorted(folder.rglob("runs.jsonl")) for record in load_records(path)]
         for record in [*copies, *(load_record(path) for path in sorted(folder.rglob("run.json")))]:
             variants = found.setdefault(record.experiment, {})
+            tasks = {one.tasks for seeds in variants.values() for one in seeds.values()}
+            if tasks - {record.tasks}:
+                raise LimpetError(
+                    f"records of {record.experiment} in {folder} have {record.tasks} and {tasks.pop()} tasks: give "
+                    "experiments with different numbers of tasks different names, or remove the damaged one"
+                )
             variants.setdefault(settings_key(record.recipe), {})[record.recipe.seed] = record
     if not found:
         raise LimpetError(f"no finished runs found in {', '.join(map(str, folders))}")

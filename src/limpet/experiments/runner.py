@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from limpet.errors import LimpetError
+from limpet.errors import LimpetError, MemoryFileError
 from limpet.experiments.data import Examples
 from limpet.experiments.log import Log
 from limpet.experiments.methods import Method, with_structure
 from limpet.experiments.metrics import Score, score
 from limpet.experiments.networks import parameter_count
-from limpet.experiments.recipe import Recipe
+from limpet.experiments.recipe import Recipe, checked
 from limpet.experiments.record import ROUND, Curve, Record, RunFolder, Seconds, environment, peak_memory, summarised
 from limpet.experiments.registry import METHODS, load_file
 from limpet.experiments.sequences import experiment_key
@@ -71,8 +71,9 @@ def run(
     resume: bool = False,
     watcher: Watcher | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    wait: float = 0.0,
 ) -> Record:
-    """Run a recipe and write its results to a folder.
+    """Run a recipe and write its results to a folder, which is locked in the meantime.
 
     Args:
         recipe: The recipe.
@@ -80,30 +81,43 @@ def run(
         resume: Continue the run in the folder, if any. A finished run is loaded instead of repeated.
         watcher: Observer of the run.
         checkpoint_seconds: Minimum number of seconds between checkpoints.
+        wait: Number of seconds to wait for another process that writes to the folder.
 
     Returns:
         The record of the run.
 
     Raises:
-        LimpetError: If the folder contains a run and `resume` is false or its recipe differs, if the recipe is
-            invalid, or if training diverges.
+        LimpetError: If the folder contains a run and `resume` is false or its recipe differs, if its files are damaged,
+            if the recipe is invalid, or if training diverges.
+        LockedError: If another process is writing to the folder.
     """
     for path in recipe.files:
         load_file(path)
     recipe = with_structure(recipe)
     place = RunFolder(folder)
-    if place.recipe.exists() and not resume:
-        raise LimpetError(f"{place.path} already contains a run: continue it with --resume, or choose another folder")
-    if place.recipe.exists():
-        _check_same(place.load_recipe(), recipe, place)
-        before = place.load_record()
+    with place.lock(wait):
+        place.tidy()
+        begun = place.recipe.exists()
+        before = _before(place, recipe, resume) if begun else None
         if before is not None:
-            remove(place.checkpoint)
             return before
-    with _global_state(recipe):
-        one_run = Run(recipe, place, watcher or Watcher(), checkpoint_seconds)
-        place.begin(recipe)
-        return one_run.go()
+        with _global_state(recipe):
+            one_run = Run(recipe, place, watcher or Watcher(), checkpoint_seconds)
+            if not begun:
+                place.begin(recipe)
+            return one_run.go()
+
+
+def _before(place: RunFolder, recipe: Recipe, resume: bool) -> Record | None:
+    """Check the run in a folder, and return its record if it has finished."""
+    if not resume:
+        raise LimpetError(f"{place.path} already contains a run: continue it with --resume, or choose another folder")
+    _check_same(place.load_recipe(), recipe, place)
+    before = place.load_record()
+    if before is not None:
+        _check_same(before.recipe, recipe, place)
+        remove(place.checkpoint)  # of a process that was killed before it could delete it
+    return before
 
 
 def _check_same(kept: Recipe, asked: Recipe, place: RunFolder) -> None:
@@ -156,13 +170,14 @@ class Run:
         self.lessons = Lessons(recipe, self.device)
         self.model, self.method = self._new_network(0)
         self.training: TaskTraining | None = None  # of the current task
-        self.record = Record(
-            recipe=recipe,
-            experiment=experiment_key(recipe.experiment, recipe.tasks, recipe.scenario),
-            environment=environment(torch.get_num_threads(), self.device),
-            names=self.lessons.names(),
-            parameters=parameter_count(self.model),
-        )
+        values = {
+            "recipe": recipe,
+            "experiment": experiment_key(recipe.experiment, recipe.tasks, recipe.scenario),
+            "environment": environment(torch.get_num_threads(), self.device),
+            "names": self.lessons.names(),
+            "parameters": parameter_count(self.model),
+        }
+        self.record = checked(Record, values, "run")
         self.seconds = {"training": 0.0, "curvature": 0.0, "evaluation": 0.0}  # of the current task
         self._saved = time.monotonic()
 
@@ -328,13 +343,24 @@ class Run:
         content = self.folder.load_checkpoint()
         if content is None:
             return
+        try:
+            self._restore(content)
+        except (AttributeError, IndexError, KeyError, MemoryFileError, RuntimeError, TypeError, ValueError) as error:
+            raise LimpetError(
+                f"{self.folder.checkpoint} is not a checkpoint of this run, or of another version of limpet: delete it "
+                f"to start the run again ({type(error).__name__}: {error})"
+            ) from error
+
+    def _restore(self, content: Content) -> None:
         metadata = content.metadata
         parts: dict[str, dict[str, torch.Tensor]] = {"model": {}, "method": {}, "optimizer": {}}
         for key, tensor in content.tensors.items():
             part, _, name = key.partition("/")
             parts[part][name] = tensor
-        self.record = Record.model_validate(metadata["record"])
-        self.seconds = metadata["seconds"]
+        record = checked(Record, metadata["record"], str(self.folder.checkpoint))
+        _check_same(record.recipe, self.recipe, self.folder)
+        self.record = record
+        self.seconds = {name: float(metadata["seconds"][name]) for name in self.seconds}
         self.model.load_state_dict(parts["model"])
         self.method.load({"metadata": metadata["method"], "tensors": parts["method"]})
         if metadata["training"] is not None:

@@ -10,21 +10,29 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from limpet.errors import LimpetError
 from limpet.experiments.recipe import Part, Recipe, checked, merged, nested
-from limpet.experiments.record import Record, RunFolder, compact_json, write_text
+from limpet.experiments.record import Record, RunFolder, compact_json, load_json, with_checksum, write_text
 from limpet.experiments.runner import Watcher, run
 from limpet.experiments.sequences import SEQUENCES
+from limpet.io.lock import LOCK, LockedError, folder_lock
 
 STARTS = 3
 FAILURE = "failure.txt"
-PASSED_ON = ("LIMPET_DATA", "LIMPET_CACHE", "HF_HOME", "HF_TOKEN")
-"""Environment variables that are passed on to workers."""
+RAY = "ray"
+"""Folder of Ray Tune's own files in that of a sweep."""
+WAIT = 60.0
+"""Seconds that a trial waits for its folder: workers of a killed sweep live on for a moment."""
+PASSED_ON = ("LIMPET_DATA", "LIMPET_CACHE", "HF_HOME")
+"""Environment variables that are passed on to workers. Ray writes them to its logs, so credentials such as HF_TOKEN are
+not among them. Workers of a cluster that is started here inherit those; other nodes need their own."""
 
 
 class Trial(Part):
@@ -122,28 +130,57 @@ def sweep(
         The outcomes and the best settings.
 
     Raises:
-        LimpetError: If the folder contains another sweep, Ray cannot be started, or trials fail.
+        LimpetError: If the folder contains another sweep, its files are damaged, Ray cannot be started, or trials fail.
+        LockedError: If another process is writing to the folder.
     """
+    with folder_lock(out):
+        return _sweep(trials, out, asha, {"cpu": cpus, "gpu": gpus}, resume, say)
+
+
+def _sweep(
+    trials: list[Trial], out: Path, asha: bool, needs: dict[str, float], resume: bool, say: Callable[[str], None]
+) -> SweepResult:
+    """Run a sweep in a locked folder."""
     result_file, plan_file = out / "sweep.json", out / "plan.json"
-    planned = compact_json([trial.model_dump(mode="json") for trial in trials])
+    for path in (*out.glob(".plan.json.*"), *out.glob(".sweep.json.*")):
+        path.unlink(missing_ok=True)  # the temporary file of a killed process
+    planned = [trial.model_dump(mode="json") for trial in trials]
     if plan_file.exists() and not resume:
         raise LimpetError(f"{out} already contains a sweep: continue it with --resume, or choose another folder")
-    if plan_file.exists() and plan_file.read_text() != planned:
+    if plan_file.exists() and load_json(plan_file, "plan of a sweep") != planned:
         raise LimpetError(
             f"{out} contains a sweep of different trials: use the original settings, or choose another folder"
         )
     if result_file.exists():
-        return checked(SweepResult, json.loads(result_file.read_text()), str(result_file))
-    out.mkdir(parents=True, exist_ok=True)
-    write_text(plan_file, planned)
+        return _checked_result(result_file, planned)
+    write_text(plan_file, compact_json(planned))
+    shutil.rmtree(out / RAY, ignore_errors=True)  # of a killed sweep; its state is never read back
     started = connect(say)
     try:
-        _tune(trials, out, asha, {"cpu": cpus, "gpu": gpus})
+        _tune(trials, out, asha, needs)
     finally:
         if started:
             shutdown()
+    _tidy(trials)
     result = collect(trials)
-    write_text(result_file, compact_json(result.model_dump(mode="json")))
+    write_text(result_file, compact_json(with_checksum(result.model_dump(mode="json"))))
+    return result
+
+
+def _tidy(trials: list[Trial]) -> None:
+    """Delete what workers have left that were ended in the middle of a trial, as those of trials stopped early are."""
+    for place in (RunFolder(trial.folder) for trial in trials):
+        if (place.path / LOCK).exists():
+            with suppress(LockedError), place.lock(WAIT):
+                place.tidy()
+
+
+def _checked_result(path: Path, planned: list[dict[str, Any]]) -> SweepResult:
+    """Read the result of a finished sweep of these trials."""
+    result = checked(SweepResult, load_json(path, "result of a sweep"), str(path))
+    settings = list({json.dumps(trial["settings"]): trial["settings"] for trial in planned}.values())
+    if [outcome.settings for outcome in result.outcomes] != settings or result.best not in settings:
+        raise LimpetError(f"{path} is damaged, it has the outcomes of other trials: delete it and use --resume")
     return result
 
 
@@ -162,7 +199,7 @@ def _tune(trials: list[Trial], out: Path, asha: bool, needs: dict[str, float]) -
         param_space={"trial": tune.grid_search([trial.model_dump(mode="json") for trial in trials])},
         tune_config=tune.TuneConfig(metric="score", mode="max", scheduler=scheduler, reuse_actors=True),
         run_config=tune.RunConfig(
-            name="ray",
+            name=RAY,
             storage_path=str(out.resolve()),
             verbose=0,
             failure_config=tune.FailureConfig(max_failures=2),
@@ -249,7 +286,9 @@ def _trial(config: dict[str, Any]) -> None:
     failure = Path(trial.folder) / FAILURE
     failure.unlink(missing_ok=True)
     try:
-        record = run(trial.recipe, trial.folder, resume=True, watcher=_Reporter())
+        record = run(trial.recipe, trial.folder, resume=True, watcher=_Reporter(), wait=WAIT)
+    except LockedError:  # it may succeed later: Ray tries again
+        raise
     except LimpetError as error:  # deterministic failure: record it as a result instead of retrying
         failure.parent.mkdir(parents=True, exist_ok=True)
         write_text(failure, str(error))
@@ -294,7 +333,7 @@ def collect(trials: list[Trial]) -> SweepResult:
 
 def _outcome(group: list[Trial]) -> Outcome:
     records = [RunFolder(trial.folder).load_record() for trial in group]
-    failures = [path.read_text() for trial in group if (path := Path(trial.folder) / FAILURE).is_file()]
+    failures = [path.read_text(errors="replace") for trial in group if (path := Path(trial.folder) / FAILURE).is_file()]
     return Outcome(
         settings=group[0].settings,
         scores=[_score(record) for record in records if record is not None],
