@@ -119,7 +119,13 @@ def test_actions_are_pinned_by_commit_and_advisories_are_scanned() -> None:
 
 def test_the_checks_install_nothing_without_a_hash() -> None:
     lines = [line for line in (CI / "run").read_text().splitlines() if "pip install" in line]
-    known = ["--require-hashes", "--no-build-isolation -e .", "-e '.[dev,sweep]'", "--no-deps -r .ci/references.txt"]
+    known = [
+        "--require-hashes --no-index",
+        '--require-hashes "${@:3}"',
+        "--no-build-isolation -e .",
+        "-e '.[dev,sweep]'",
+        "--no-deps -r .ci/references.txt",
+    ]
     assert len(lines) == len(known) and all(any(one in line for line in lines) for one in known)
     body = re.search(r"^newest\(\).*?^}", (CI / "run").read_text(), flags=re.M | re.S)
-    assert body is not None and all(any(one in line for line in body[0].splitlines()) for one in known[2:])
+    assert body is not None and all(any(one in line for line in body[0].splitlines()) for one in known[3:])
