@@ -77,7 +77,7 @@ def write_text(path: str | Path, text: str) -> None:
         SaveError: If the operating system reports an error, such as a full disk.
     """
     with atomic_write(path, size=len(text.encode())) as temporary:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
 
 
 def remove(path: Path) -> None:
