@@ -154,6 +154,11 @@ class Adapted(nn.Module):
         self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
         self.scaling = {"default": 2.0}
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute W x + s B A x."""
+        added: Tensor = self.lora_B["default"](self.lora_A["default"](x))
+        return self.base_layer(x) + self.scaling["default"] * added  # type: ignore[no-any-return]
+
 
 def adapters(rounds: int, side: int = 1536, rank: int = 8) -> dict[str, float]:
     """The gradient of the penalty in the factors, against that in the whole weight by the fastest dense way."""

@@ -152,7 +152,7 @@ def test_a_pass_goes_on_after_a_kill_on_as_many_ranks_and_on_others(kind: str, t
 @pytest.mark.slow
 @pytest.mark.timing
 def test_two_ranks_take_a_task_in_sooner_than_one() -> None:
-    record = benchmark("ranks").measured_speed(rounds=3)
+    record = benchmark("ranks").measured_speed(rounds=2)
     assert record["error"] < 1e-5
     # the round that other work on the machine disturbed least; the medians of a quiet one are in results/ranks
     assert min(record["ratios"]) <= 0.62
@@ -166,7 +166,7 @@ def test_no_rank_holds_the_memory_of_a_model_in_pieces(tmp_path: Path) -> None:
         return [json.loads((tmp_path / f"{rank} of {ranks}.json").read_text()) for rank in range(ranks)]
 
     (one,), many = told(1), told(4)
-    for again in (told(4), told(4)):  # on a busy machine gloo lets go of messages late: the least is what is needed
+    for again in [told(4)]:  # on a busy machine gloo lets go of messages late: the least is what is needed
         for rank, same in zip(many, again, strict=True):
             rank["peaks"] = [min(pair) for pair in zip(rank["peaks"], same["peaks"], strict=True)]
     assert sum(rank["bytes"] for rank in many) == one["bytes"]
