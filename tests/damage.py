@@ -18,7 +18,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 from unittest import mock
@@ -220,22 +220,29 @@ def damaged(kind: type[Folder] | type[Pass], count: int, seed: int, *, show: boo
     return outcomes
 
 
-def main() -> None:
-    """Run the long test."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100_000, help="number of damaged checkpoints in all")
+def long_run(description: str, kinds: Sequence[Any], damage: Callable[..., Counter[str]], default: int) -> None:
+    """Damage all kinds of files as the command line asks, and print one line of JSON for each.
+
+    Args:
+        description: What the command does.
+        kinds: What to damage.
+        damage: Damages one kind: `damage(kind, count, seed, show=True)`.
+        default: Number of damaged files in all, unless --count says otherwise.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=default, help="number of damaged files in all")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    for kind in (Folder, Pass):
-        started = time.perf_counter()
-        outcomes = damaged(kind, asked.count // 2, asked.seed, show=True)
-        versions = {"torch": torch.__version__, "limpet": limpet.__version__}
-        result = {"kind": kind.name, "count": asked.count // 2, "seed": asked.seed, **dict(sorted(outcomes.items()))}
+    versions = {"torch": torch.__version__, "limpet": limpet.__version__}
+    for kind in kinds:
+        started, count = time.perf_counter(), asked.count // len(kinds)
+        outcomes = damage(kind, count, asked.seed, show=True)
+        result = {"kind": kind.name, "count": count, "seed": asked.seed, **dict(sorted(outcomes.items()))}
         print(json.dumps({**result, **versions, "seconds": round(time.perf_counter() - started)}))
 
 
 if __name__ == "__main__":
-    main()
+    long_run(str(__doc__), (Folder, Pass), damaged, 100_000)

@@ -8,15 +8,11 @@ anything but limpet's own error or whose message has more than one line.
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
 import pathlib
 import random
 import shutil
 import tempfile
-import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,8 +21,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-import limpet
-from damage import GENERAL, MEMORY, Files
+from damage import GENERAL, MEMORY, Files, long_run
 from limpet.errors import LimpetError
 from limpet.experiments import SEQUENCES, Examples, Recipe, Record, TaskSequence, Watcher, run
 from limpet.experiments.omissions import omissions
@@ -238,21 +233,5 @@ def damaged(kind: type[Any], count: int, seed: int, *, show: bool = False) -> Co
     return outcomes
 
 
-def main() -> None:
-    """Run the long test."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=20_000, help="number of damaged files in all")
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.disable(logging.CRITICAL)
-    warnings.simplefilter("ignore")
-    for kind in KINDS:
-        started, count = time.perf_counter(), asked.count // len(KINDS)
-        outcomes = damaged(kind, count, asked.seed, show=True)
-        result = {"kind": kind.name, "count": count, "seed": asked.seed, **dict(sorted(outcomes.items()))}
-        print(json.dumps({**result, "limpet": limpet.__version__, "seconds": round(time.perf_counter() - started)}))
-
-
 if __name__ == "__main__":
-    main()
+    long_run(str(__doc__), KINDS, damaged, 20_000)

@@ -28,7 +28,8 @@ import psutil
 import limpet
 from experiment_data import write_mirror
 from limpet.experiments.data import images
-from limpet.experiments.record import RunFolder, write_text
+from limpet.experiments.record import RunFolder
+from limpet.io.atomic import write_text
 
 RUN = [
     *("run", "permuted-mnist", "--tasks", "2", "--epochs", "4", "--threads", "1", "--checkpoint-seconds", "0"),

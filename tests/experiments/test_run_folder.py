@@ -14,8 +14,9 @@ import pytest
 import torch
 import yaml
 
+from damaged_runs import Blobs, Stop
 from limpet.errors import LimpetError
-from limpet.experiments import SEQUENCES, Examples, Recipe, Record, TaskSequence, Watcher, run
+from limpet.experiments import SEQUENCES, Recipe, Record, Watcher, run
 from limpet.experiments import recipe as recipes
 from limpet.experiments import sweep as sweeps
 from limpet.experiments.recipe import checked, parse
@@ -30,16 +31,7 @@ FILES = ["memory.safetensors", "model.safetensors", "recipe.yaml", "run.json", "
 """What a finished run leaves."""
 
 
-@SEQUENCES.register("test-folder")
-class Blobs(TaskSequence):
-    """Two blobs, elsewhere in every task."""
-
-    shape, heads = (3,), (2,)
-
-    def examples(self, number: int, split: str) -> Examples:
-        generator = torch.Generator().manual_seed(10 * number + (split == "test"))
-        labels = torch.arange(40) % 2
-        return Examples(torch.randn(40, 3, generator=generator) + labels[:, None], labels)
+SEQUENCES.register("test-folder")(Blobs)
 
 
 def recipe(**changes: Any) -> Recipe:
@@ -52,13 +44,6 @@ def recipe(**changes: Any) -> Recipe:
         **changes,
     }
     return checked(Recipe, values, "test")
-
-
-class Stop(Watcher):
-    """Stops a run after its first task."""
-
-    def learned(self, record: Record) -> None:
-        raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")

@@ -254,7 +254,7 @@ def test_without_locks_age_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "m.txt"
     for lacking in (unsupported, None):
         if lacking is None:
-            monkeypatch.setattr(atomic, "fcntl", None)
+            monkeypatch.setattr("limpet.io.flock.fcntl", None)
         else:
             monkeypatch.setattr(fcntl, "flock", lacking)
         (tmp_path / STALE).write_text("")

@@ -41,13 +41,13 @@ def wait_for(path: Path) -> None:
 def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The systems that a lock works on."""
     if request.param == "no fcntl":
-        monkeypatch.setattr(lock, "fcntl", None)
+        monkeypatch.setattr("limpet.io.flock.fcntl", None)
     if request.param == "no locks on the file system":
 
         def flock(*_: Any) -> None:
             raise OSError(errno.ENOLCK, "no locks available")
 
-        monkeypatch.setattr(lock.fcntl, "flock", flock)
+        monkeypatch.setattr("fcntl.flock", flock)
     return str(request.param)
 
 
@@ -93,7 +93,7 @@ def test_a_killed_process_releases_its_lock(tmp_path: Path) -> None:
 
 
 def test_without_flock_the_error_says_which_file_to_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "fcntl", None)
+    monkeypatch.setattr("limpet.io.flock.fcntl", None)
     left = tmp_path / "lock.exclusive"
     left.write_bytes(b'{"pid": 1')  # of a process that was killed
     with pytest.raises(LockedError, match=rf"another process \(if that process has ended, delete {left}\)"):

@@ -27,8 +27,7 @@ from limpet.errors import LimpetError
 from limpet.experiments import metrics
 from limpet.experiments.recipe import Part, Recipe, checked, parse
 from limpet.io import tensor_file
-from limpet.io.atomic import atomic_write
-from limpet.io.atomic import write_text as write_text
+from limpet.io.atomic import atomic_write, write_text
 from limpet.io.lock import folder_lock
 from limpet.methods.state_dict import Content
 from limpet.version import __version__

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from limpet.experiments.figures import draw_all
-from limpet.experiments.record import write_text
 from limpet.experiments.results import Experiment, Variant, gather
+from limpet.io.atomic import write_text
 
 MANY = 10  # with more tasks than this, tables show statistics instead of one column per task
 

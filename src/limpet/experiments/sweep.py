@@ -19,9 +19,10 @@ from typing import Any, Literal
 
 from limpet.errors import LimpetError
 from limpet.experiments.recipe import Part, Recipe, checked, merged, nested
-from limpet.experiments.record import Record, RunFolder, compact_json, load_json, with_checksum, write_text
+from limpet.experiments.record import Record, RunFolder, compact_json, load_json, with_checksum
 from limpet.experiments.runner import Watcher, run
 from limpet.experiments.sequences import SEQUENCES
+from limpet.io.atomic import write_text
 from limpet.io.lock import LOCK, LockedError, folder_lock
 
 STARTS = 3

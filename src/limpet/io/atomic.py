@@ -24,13 +24,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from limpet.errors import SaveError
-
-fcntl: Any = None
-with suppress(ImportError):  # Windows has none
-    import fcntl
+from limpet.io import flock
 
 STALE_SECONDS = 86_400.0
 """Age from which a temporary file is deleted on file systems without locks."""
@@ -140,7 +136,7 @@ class PendingFile:
             descriptor = os.open(path, flags, 0o666 if mode is None else 0o600)
             pending = cls(target, path, descriptor)
             try:
-                _lock(descriptor, wait=True)
+                flock.lock(descriptor, wait=True)
                 if mode is not None and hasattr(os, "fchmod"):
                     os.fchmod(descriptor, mode)
                 if os.fstat(descriptor).st_nlink:
@@ -153,7 +149,7 @@ class PendingFile:
     def commit(self) -> None:
         """Sync the file to the disk and let it replace the target."""
         _sync(self.path)
-        if fcntl is None:  # Windows cannot rename open files
+        if flock.fcntl is None:  # Windows cannot rename open files
             self._close()
         self.path.replace(self.target)
         try:
@@ -249,7 +245,7 @@ def sweep(target: Path) -> None:
 
 def _delete_if_stale(path: Path) -> None:
     """Delete a temporary file if no living process holds its lock."""
-    if fcntl is None:
+    if flock.fcntl is None:
         stale = time.time() - path.stat().st_mtime > STALE_SECONDS
         if stale:
             path.unlink()
@@ -259,36 +255,12 @@ def _delete_if_stale(path: Path) -> None:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             return
-        if _lock(descriptor, wait=False) or time.time() - found.st_mtime > STALE_SECONDS:
+        if flock.lock(descriptor, wait=False) or time.time() - found.st_mtime > STALE_SECONDS:
             path.unlink()
     except BlockingIOError:  # its owner is alive
         return
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int, *, wait: bool) -> bool:
-    """Lock a file exclusively.
-
-    Args:
-        descriptor: The file descriptor.
-        wait: Wait until the lock is free.
-
-    Returns:
-        False if the file system has no locks.
-
-    Raises:
-        BlockingIOError: If another process holds the lock, and `wait` is False.
-    """
-    if fcntl is None:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
-        if error.errno in NOT_SUPPORTED:
-            return False
-        raise
-    return True
 
 
 def _sync(path: Path) -> None:

@@ -11,8 +11,6 @@ killed process leaves it behind, and the error says to delete it.
 
 from __future__ import annotations
 
-import errno
-import importlib
 import json
 import os
 import socket
@@ -20,20 +18,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from limpet.errors import LimpetError
-
-try:
-    fcntl: Any = importlib.import_module("fcntl")
-except ImportError:  # Windows
-    fcntl = None
+from limpet.io import flock
 
 LOCK = "lock"
 """Name of the lock file of a folder."""
 POLL_SECONDS = 0.1
-UNSUPPORTED = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
-"""Errors of flock on a file system that has no locks."""
 
 
 class LockedError(LimpetError):
@@ -77,21 +68,22 @@ class FileLock:
 
     def _try(self) -> str | None:
         """Take the lock, or return a description of the process that holds it."""
-        if fcntl is None:
+        if flock.fcntl is None:
             return self._create()
         while True:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                supported = flock.lock(file, wait=False)
             except OSError as error:
                 holder = _described(os.pread(file, 1000, 0))
                 os.close(file)
-                if error.errno in UNSUPPORTED:
-                    self.path.unlink(missing_ok=True)  # it has no meaning on this file system
-                    return self._create()
                 if isinstance(error, BlockingIOError):
                     return holder
                 raise
+            if not supported:
+                os.close(file)
+                self.path.unlink(missing_ok=True)  # it has no meaning on this file system
+                return self._create()
             if self._is_current(file):
                 self._file = file
                 with suppress(OSError):  # a full disk: the lock is valid without the name of its holder
