@@ -14,7 +14,7 @@ import limpet
 from limpet.curvature.counting import ROWS
 from limpet.errors import CurvatureError, LimpetWarning
 from limpet.likelihoods import Bernoulli, Categorical, Gaussian
-from limpet.methods.repair import HeldOutSplit
+from limpet.methods.repair_pass import HeldOutSplit
 
 F = nn.functional
 

@@ -76,7 +76,9 @@ class MemoryCallback(Callback):
         examples = self.examples
         if examples is None:
             examples = self.memory.count(trainer.train_dataloader, forward=self.forward)  # type: ignore[arg-type]
-        options = {"mode": self.mode, "every": self.every, "budget": self.budget}
+        options = {"mode": self.mode, "every": self.every, "budget": self.budget, "batches": trainer.train_dataloader}
+        if self.forward is not None:
+            options["repair"] = {"forward": self.forward}
         self._session = TrainingSession(self.memory, trainer.optimizers[0], examples=examples, **options)
 
     def on_train_batch_end(

@@ -115,6 +115,7 @@ class MemoryCallback(TrainerCallback):
         self._training = True
         if self.protect:
             options = {"mode": self.mode, "every": self.every, "budget": self.budget}
+            options["batches"] = kwargs["train_dataloader"]
             self._session = TrainingSession(self.memory, optimizer, examples=self._count, **options)
 
     def on_log(

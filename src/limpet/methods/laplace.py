@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,8 @@ from limpet.errors import (
 from limpet.forgetting.loss_curve import Curve
 from limpet.likelihoods import Likelihood
 from limpet.methods.limits import check_strength
-from limpet.methods.memory import MAX_FACTOR_SIZE, Memory
+from limpet.methods.memory import MAX_FACTOR_SIZE, NO_PROBE, Memory
+from limpet.methods.repair_pass import RepairOptions, repaired
 from limpet.model import PER_SAMPLE, Forward, counted_examples, full_precision
 from limpet.model.batch import FirstBatches
 from limpet.posterior import BlockPosterior, Posterior
@@ -39,10 +40,18 @@ if TYPE_CHECKING:
     from limpet.curvature.checkpoint import Checkpoint
     from limpet.forgetting.forecast import Forecast
     from limpet.forgetting.probe import Probe
+    from limpet.forgetting.repair import Repair
     from limpet.methods import state_dict
+    from limpet.protection.repair_step import Repairer
 
 MOVED = 1e-4
 """Largest relative distance between weights and mean that rounding alone can explain."""
+
+TOLERANCE = 0.05
+"""Increase of the new loss that protection by repair allows, in nats per example (docs/decisions/0021)."""
+
+REPAIRED_WITH = 10_000
+"""Number of examples (or tokens) with which protection by repair measures the curvature of the new data."""
 
 LOOK = 2000
 """Number of examples for the preliminary Fisher pass of `smoothing`."""
@@ -242,6 +251,26 @@ class Laplace(Memory):
                     "before: call add_probe right after memory.consolidate(...)"
                 )
         self.probes = (*self.probes, self._record_probe(batches, forward))
+
+    def _repairer(self, examples: int, budget: float | None, options: Mapping[str, Any] | None) -> Repairer | str:
+        if not self.tasks:
+            return "no task has been consolidated yet"
+        if self.sharded:
+            return "the memory is sharded; use mode='gradient'"
+        if budget is not None and not self.probes:
+            return NO_PROBE
+        chosen: dict[str, Any] = {"examples": examples, "limit": min(examples, REPAIRED_WITH), **(options or {})}
+        if budget is not None:
+            chosen["budget"] = budget
+        elif not {"strength", "tolerance", "budget"} & chosen.keys():
+            chosen["tolerance"] = TOLERANCE
+        RepairOptions(**chosen)  # raises now, rather than after training
+
+        def run(batches: Iterable[Any], forward: Forward | None) -> Repair:
+            self.posterior.follow_devices()
+            return repaired(self, batches, RepairOptions(**{"forward": forward, **chosen}))
+
+        return run
 
     def _record_probe(self, batches: Iterable[Any], forward: Forward | None) -> Probe:
         """Record a probe of these batches with the model's current outputs."""

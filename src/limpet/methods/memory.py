@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # imported lazily at run time, to keep `import limpet` fast
     from limpet.predictive.linearized import OutputDistribution
     from limpet.protection.bound_block import ProximalState
     from limpet.protection.protection import Protection, StepObserver
+    from limpet.protection.repair_step import Repairer
 
 NO_PROBE = (
     "this memory has no probe to measure drift on; probes store inputs, so they are opt-in: call "
@@ -239,12 +240,19 @@ class Memory(ABC):
         reduction: str = "mean",
         batch_size: int | None = None,
         budget: float | None = None,
+        batches: Iterable[Any] | None = None,
+        repair: Mapping[str, Any] | None = None,
     ) -> Protection:
         """Protect the consolidated tasks while the model trains: `with memory.protect(optimizer, examples=N): ...`.
 
-        Inside the `with` block every `optimizer.step()` also applies the penalty 1/2 (w - mean)^T L (w - mean) / N.
-        The training loop needs no other change. When the block is left although weights moved without the penalty, a
-        warning says why; `protection.summary()` has the counts of steps and the forecasts before and after.
+        Inside the `with` block every `optimizer.step()` also applies the penalty 1/2 (w - mean)^T L (w - mean) / N,
+        or (mode "repair") the steps are left alone and the model is repaired when the block ends. The training loop
+        needs no other change. When the block is left although weights moved without the penalty, a warning says why;
+        `protection.summary()` has the counts of steps and the forecasts before and after.
+
+        For pretrained networks trained with Adam, use repair: `strength="auto"` does. A penalty in the gradient of Adam
+        preserves little of what such a network knew, because Adam normalizes the sum of both gradients, and because
+        training against an approximate curvature finds what the approximation misses.
 
         Clipping acts on the gradient of the loss alone, so it strengthens the penalty relative to the loss (see
         `docs/options.md`).
@@ -257,12 +265,20 @@ class Memory(ABC):
                 between, proximal mode uses the control variate of ProxSkip, and gradient mode reuses the last
                 gradient.
             mode: "proximal" (a proximal step after each step of SGD; with `every=1` no penalty makes it diverge),
-                "gradient" (adds the penalty's gradient; works with any optimizer), or "auto" (proximal for SGD on a
-                model without adapters, otherwise gradient).
+                "gradient" (adds the penalty's gradient; works with any optimizer), "repair" (plain steps, and
+                `limpet.repair` when the block ends without an error; the strengths of the memory are not used), or
+                "auto": proximal for SGD on a model without adapters, otherwise repair if `strength` is "auto" or a
+                budget is given, otherwise gradient. Where a repair is not possible (no consolidated task, a sharded
+                model, a budget but no probe), it is gradient too.
             reduction: "mean" if the training loss is a mean over examples, "sum" if it is a sum over the batch.
             batch_size: Number of examples that the loss of one step sums over. Required with `reduction="sum"`.
             budget: Largest allowed forecast, in nats per example. It replaces the strengths of all tasks: the penalty
-                is just strong enough to keep the forecast within the budget, and zero as long as it is.
+                is just strong enough to keep the forecast within the budget, and zero as long as it is. In mode
+                "repair" it is the largest allowed drift, measured on the memory's probe.
+            batches: The new data, for mode "repair". By default a sample of the inputs that the model is trained on is
+                recorded.
+            repair: Options of `limpet.repair` for mode "repair". Defaults to `{"tolerance": 0.05}`: repair as far as
+                the loss on a held-out part of the sample allows.
 
         Returns:
             A context manager that adds hooks to the optimizer on entry and removes them on exit.
@@ -270,7 +286,7 @@ class Memory(ABC):
         Raises:
             LimpetError: If called inside another `with memory.protect(...)`.
             UnsupportedError: If the optimizer, mode or budget is not supported for this memory, or (when the block is
-                entered) if another memory protects the same weights in proximal mode.
+                entered) if another memory protects the same weights in proximal or repair mode.
             ValueError: If an argument has an invalid value.
 
         Examples:
@@ -301,6 +317,9 @@ class Memory(ABC):
             batch_size=batch_size,
             state=self._resume,
             budget=self._budget(budget),
+            repairer=self._repairer(examples, budget, repair),
+            batches=batches,
+            prefer_repair=self._automatic or budget is not None,
             old_examples=self.examples,
             observer=self._observer(examples),
             on_enter=self._entered,
@@ -329,7 +348,8 @@ class Memory(ABC):
         self._reject_inside_protect()
         # Only a loaded state is resumed. One left behind by an error may belong to weights that have been reset since,
         # and a fresh state is valid for any weights.
-        self._protection, self._proximal_state, self._resume = protection, protection.state, None
+        self._protection, self._resume = protection, None
+        self._proximal_state = None if protection.mode == "repair" else protection.state
 
     def _left(self, finished: bool) -> None:
         if finished and self._protection is not None:
@@ -354,6 +374,10 @@ class Memory(ABC):
             raise LimpetError(
                 "this memory is already protecting: call this after the `with memory.protect(...)` block, not inside it"
             )
+
+    def _repairer(self, examples: int, budget: float | None, options: Mapping[str, Any] | None) -> Repairer | str:
+        """Return the function that repairs the model after training, or why there is none."""
+        return f"{type(self).__name__} measures no curvature: use limpet.OnlineLaplace"
 
     def _observer(self, examples: int) -> StepObserver | None:
         """Return the observer of the optimizer steps, if the method needs one."""

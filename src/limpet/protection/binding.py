@@ -51,7 +51,7 @@ def bind(posterior: Posterior, optimizer: Any, *, mode: str, budget: bool) -> Bi
     Args:
         posterior: The posterior of the memory.
         optimizer: The optimizer.
-        mode: "proximal" or "gradient".
+        mode: "proximal", "gradient" or "repair".
         budget: Whether the penalty is determined by a budget.
 
     Returns:
@@ -93,7 +93,8 @@ def _blocks(
         elif mode == "gradient" and bound.lora is None:
             bound.apply = held.precision.applier()
         yield bound
-        if any(group is not None and group.get("weight_decay") for group in groups):
+        # a repair undoes the decay of what the memory needs
+        if mode != "repair" and any(group is not None and group.get("weight_decay") for group in groups):
             decayed.append(held.block.name)
     if decayed:
         warn(

@@ -10,7 +10,7 @@ import torch
 
 from limpet.errors import UnsupportedError, positive_whole
 
-MODES = ("auto", "proximal", "gradient")
+MODES = ("auto", "proximal", "gradient", "repair")
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -95,21 +95,25 @@ def sgd_step(group: dict[str, Any]) -> float:
     return float(group["lr"]) * (1 - dampening) / (1 - momentum)
 
 
-def mode_for(optimizer: Any, mode: str, every: int, adapted: Sequence[str]) -> str:
+def mode_for(
+    optimizer: Any, mode: str, every: int, adapted: Sequence[str], *, no_repair: str | None, prefer_repair: bool
+) -> str:
     """Choose how an optimizer is protected.
 
     Args:
         optimizer: The optimizer.
-        mode: "proximal", "gradient", or "auto" to choose by the kind of optimizer.
+        mode: "proximal", "gradient", "repair", or "auto" to choose by the kind of optimizer.
         every: Apply the penalty every so many steps.
         adapted: Names of the blocks that train through low-rank adapters.
+        no_repair: Why the memory cannot repair the model; None if it can.
+        prefer_repair: Whether "auto" chooses repair over gradient where both are possible.
 
     Returns:
-        "proximal" or "gradient".
+        "proximal", "gradient" or "repair".
 
     Raises:
         ValueError: If `mode` is unknown or `every` is not a positive integer.
-        UnsupportedError: If proximal mode was requested and is not possible.
+        UnsupportedError: If proximal or repair mode was requested and is not possible.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
@@ -117,7 +121,11 @@ def mode_for(optimizer: Any, mode: str, every: int, adapted: Sequence[str]) -> s
     # a subclass that overrides step (LARS, sign descent) has a different step size
     sgd = isinstance(optimizer, torch.optim.SGD) and _written(type(optimizer)) is _written(torch.optim.SGD)
     if mode == "auto":
-        return "proximal" if sgd and not adapted else "gradient"
+        if sgd and not adapted:
+            return "proximal"
+        return "repair" if prefer_repair and no_repair is None else "gradient"
+    if mode == "repair" and no_repair is not None:
+        raise UnsupportedError(f"mode='repair' is not possible: {no_repair}")
     if mode == "proximal" and adapted:
         raise UnsupportedError(
             f"proximal mode has no closed form for blocks that train through low-rank adapters ({few(adapted)}): use "

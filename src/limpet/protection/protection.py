@@ -1,6 +1,6 @@
 """Protect a memory during training: add the penalty to an optimizer through its step hooks.
 
-The objective is mean loss + (1 / N) penalty(w). There are two modes:
+The objective is mean loss + (1 / N) penalty(w). Two modes apply the penalty in every step:
 
 - gradient: before the step, grad += gradient of the penalty / N. Works with all supported optimizers, but SGD diverges
   if the penalty is stiff. With every=k the gradient of the penalty is recomputed every k steps and reused in between,
@@ -12,16 +12,19 @@ The objective is mean loss + (1 / N) penalty(w). There are two modes:
   w += s h; every k steps, with S the sum of the s since the last proximal step, z = w - S h, w = prox_S(z),
   h = (w - z) / S.
 
+The third mode, repair, leaves the steps alone and repairs the model when training ends
+(`limpet.protection.repair_step`).
+
 With a budget instead of a strength, the Fisher is multiplied by a Lagrange multiplier (`limpet.forgetting.budget`).
 
 Several memories can protect one optimizer, but only one of them in proximal mode: the gradients of penalties add up,
-while two proximal steps in sequence are not the proximal step of the sum of two penalties.
+while two proximal steps in sequence are not the proximal step of the sum of two penalties. The same holds for repairs.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -30,6 +33,7 @@ from torch import Tensor
 from limpet.distributed import is_sharded
 from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, warn
 from limpet.forgetting.budget import Budget
+from limpet.forgetting.repair import Repair
 from limpet.model import full_precision
 from limpet.posterior import Posterior
 from limpet.posterior.sharding import reject_sharded
@@ -39,6 +43,7 @@ from limpet.protection.gradient_step import GradientStep, loss_gradient
 from limpet.protection.optimizers import inner_optimizer, mode_for, penalty_weight
 from limpet.protection.penalty_step import PenaltyStep
 from limpet.protection.proximal_step import ProximalStep
+from limpet.protection.repair_step import Repairer, RepairStep
 from limpet.protection.rounding import is_half
 from limpet.protection.step_guard import StepGuard
 from limpet.protection.summary import ProtectionSummary, not_protected
@@ -70,12 +75,16 @@ class Protection:
         examples: Number of examples N of the new task.
         forecast: Computes the forecast at the current weights, for the summary.
         every: Recompute the gradient of the penalty, or take the proximal step, every so many steps.
-        mode: "gradient", "proximal", or "auto": proximal for plain SGD without adapters, else gradient.
+        mode: "gradient", "proximal", "repair", or "auto": proximal for plain SGD without adapters, otherwise gradient
+            or repair.
         reduction: How the loss of a batch is reduced, "mean" or "sum".
         batch_size: Number of examples that the loss of one step sums over; required for reduction="sum".
         state: State of an interrupted protection to resume from. Ignored if its `every` or mode differs.
         budget: Multiplier of the penalty that keeps the forecast within a budget; None to use the strengths.
         old_examples: Number of examples that the memory has consolidated.
+        repairer: Repairs the model, or why the memory cannot.
+        batches: The new data, for mode "repair"; None to record a sample of the inputs.
+        prefer_repair: Whether "auto" chooses repair over gradient where both are possible.
         observer: Called before every step with the gradients of the loss, and again after the step.
         on_enter: Called with this object when the context is entered.
         on_exit: Called when the context is left, with whether it was left without an exception.
@@ -87,7 +96,7 @@ class Protection:
     Attributes:
         posterior: The posterior of the memory.
         optimizer: The optimizer, without wrappers.
-        mode: "gradient" or "proximal".
+        mode: "gradient", "proximal" or "repair".
         every: The period of the penalty, in steps.
         examples: Number of examples N of the new task.
         weight: Weight of the penalty relative to the loss, 1 / N for a mean.
@@ -112,6 +121,9 @@ class Protection:
         state: ProximalState | None = None,
         budget: Budget | None = None,
         old_examples: int = 0,
+        repairer: Repairer | str = "this memory measures no curvature",
+        batches: Iterable[Any] | None = None,
+        prefer_repair: bool = False,
         observer: StepObserver | None = None,
         on_enter: Callable[[Protection], None] = lambda _: None,
         on_exit: Callable[[bool], None] = lambda _: None,
@@ -120,16 +132,18 @@ class Protection:
             reject_sharded(posterior.sharding, "budget=", "use a strength instead, and monitor memory.forecast()")
         self.posterior = posterior
         self.optimizer = inner_optimizer(optimizer)
-        self.mode = mode_for(self.optimizer, mode, every, list(posterior.lora_penalties()))
+        no_repair = repairer if isinstance(repairer, str) else None
+        adapted = list(posterior.lora_penalties())
+        self.mode = mode_for(self.optimizer, mode, every, adapted, no_repair=no_repair, prefer_repair=prefer_repair)
         self.every, self.examples = every, examples
         self.weight = penalty_weight(examples, reduction, batch_size)
         fits = state is not None and (state.every, state.mode) == (every, self.mode)
         self.state = state if state is not None and fits else ProximalState(every, mode=self.mode)
         self.steps, self.skipped = 0, 0
-        self._budget = budget if old_examples else None
+        self._budget = budget if old_examples and self.mode != "repair" else None
         if self._budget is not None and self.state.multiplier is not None:
             self._budget.state = self.state.multiplier
-        self._penalty_step = self._step_for(old_examples)
+        self._penalty_step = self._step_for(old_examples, repairer, batches)
         self._observer, self._forecast = observer, forecast
         self._on_enter, self._on_exit = on_enter, on_exit
         self._handles: list[Any] = []
@@ -141,8 +155,11 @@ class Protection:
         self._forecasts: tuple[float, float | None] = (0.0, None)  # on entry and on exit
         self._warnings: tuple[str, ...] = ()
 
-    def _step_for(self, old_examples: int) -> PenaltyStep:
+    def _step_for(self, old_examples: int, repairer: Repairer | str, batches: Iterable[Any] | None) -> PenaltyStep:
         options: dict[str, Any] = {"weight": self.weight, "state": self.state, "old_examples": old_examples}
+        if self.mode == "repair":
+            assert not isinstance(repairer, str)  # `mode_for` raises
+            return RepairStep(self.posterior, repairer=repairer, batches=batches, **options)
         if self.mode == "gradient":
             return GradientStep(self.posterior, budget=self._budget, **options)
         return ProximalStep(self.posterior, optimizer=self.optimizer, budget=self._budget, **options)
@@ -151,6 +168,11 @@ class Protection:
     def factor(self) -> float:
         """The last multiplier of the Fisher; 1 without a budget."""
         return self._penalty_step.factor
+
+    @property
+    def repair(self) -> Repair | None:
+        """The repair at the end of training, in mode "repair"; None before that, or if it was not possible."""
+        return self._penalty_step.repair if isinstance(self._penalty_step, RepairStep) else None
 
     @property
     def binding(self) -> Binding:
@@ -175,6 +197,8 @@ class Protection:
             self.optimizer.register_step_post_hook(self._post_hook),
         ]
         self._guard = StepGuard(self.optimizer, self._step_raised)
+        if isinstance(self._penalty_step, RepairStep):
+            self._penalty_step.start()
         self._active.add(self)
         return self
 
@@ -190,21 +214,22 @@ class Protection:
         """Match blocks to parameter groups. Called again whenever the optimizer's groups change during training."""
         self._groups = parameter_groups(self.optimizer)
         binding = bind(self.posterior, self.optimizer, mode=self.mode, budget=self._budget is not None)
-        self._reject_second_proximal(binding)
+        self._reject_second(binding)
         self._penalty_step.bind(binding)
         if [id(p) for p in self._watch.parameters] != [id(p) for p in binding.targets]:
             self._watch = WeightWatch(binding.targets)
 
-    def _reject_second_proximal(self, binding: Binding) -> None:
-        if self.mode != "proximal":
+    def _reject_second(self, binding: Binding) -> None:
+        if self.mode == "gradient":
             return
         for other in self._active - {self}:
-            same = other.optimizer is self.optimizer and other.mode == "proximal"
+            same = other.optimizer is self.optimizer and other.mode == self.mode
             if same and not set(binding.targets).isdisjoint(other.binding.targets):
+                what = "proximal steps" if self.mode == "proximal" else "repairs"
                 raise UnsupportedError(
-                    "another memory already protects weights of this optimizer in proximal mode, and two proximal "
-                    "steps in sequence do not minimise the sum of two penalties: pass mode='gradient' to one of the "
-                    "two calls of protect"
+                    f"another memory already protects weights of this optimizer in {self.mode} mode, and two {what} in "
+                    "sequence do not minimize the sum of two penalties: pass mode='gradient' to one of the two calls "
+                    "of protect"
                 )
 
     def _warn_of_rounding(self) -> None:
@@ -227,9 +252,22 @@ class Protection:
         self._active.discard(self)
         self._penalty_step.restore()
         finished = exception[0] is None
+        if isinstance(self._penalty_step, RepairStep):
+            self._penalty_step.stop()
+            self._on_exit(finished)
+            if finished:
+                self._repair(self._penalty_step)
+            return
         if finished:
             self._finish()
         self._on_exit(finished)
+
+    def _repair(self, step: RepairStep) -> None:
+        """Repair the model, unless training has not moved it."""
+        if self._watch.moved():
+            step.run()
+        self._forecasts = self._forecasts[0], float(self._forecast())
+        self._warnings = () if step.failure is None else (step.failure,)
 
     def _finish(self) -> None:
         """Complete what the last steps left open, and check that the protection was effective."""
@@ -274,6 +312,7 @@ class Protection:
             skipped=self.skipped,
             forecast_before=before,
             forecast_after=float(self._forecast()) if self._handles else after,
+            repair_strength=None if self.repair is None else self.repair.strength,
             warnings=self._warnings,
         )
 

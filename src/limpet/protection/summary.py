@@ -22,7 +22,7 @@ class ProtectionSummary:
     """What a protection did.
 
     Attributes:
-        mode: "proximal" or "gradient".
+        mode: "proximal", "gradient" or "repair".
         every: The period of the penalty, in steps.
         examples: N, the number of examples of the new task.
         steps: Number of steps of the optimizer.
@@ -31,6 +31,7 @@ class ProtectionSummary:
         forecast_before: The forecast on entry.
         forecast_after: The forecast now or, once the protection has ended, on exit; None after an error.
         warnings: What is wrong, if anything.
+        repair_strength: Strength of the repair at the end; None if there was none.
     """
 
     mode: str
@@ -42,6 +43,7 @@ class ProtectionSummary:
     forecast_before: float
     forecast_after: float | None
     warnings: tuple[str, ...] = ()
+    repair_strength: float | None = None
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers to log, by name."""
@@ -51,16 +53,24 @@ class ProtectionSummary:
             "memory_skipped_steps": float(self.skipped),
             "memory_forecast_before": self.forecast_before,
         }
-        return numbers if self.forecast_after is None else {**numbers, "memory_forecast_after": self.forecast_after}
+        if self.forecast_after is not None:
+            numbers["memory_forecast_after"] = self.forecast_after
+        if self.repair_strength is not None:
+            numbers["memory_repair_strength"] = self.repair_strength
+        return numbers
 
     def __str__(self) -> str:
-        steps = f"{self.steps} steps, {self.penalised} with the penalty"
+        if self.mode == "repair":
+            done = (
+                "not repaired" if self.repair_strength is None else f"repaired at strength {self.repair_strength:.3g}"
+            )
+            steps, how = f"{self.steps} steps, then {done}", "mode repair"
+        else:
+            steps = f"{self.steps} steps, {self.penalised} with the penalty"
+            how = f"mode {self.mode}, every {self.every}"
         skipped = f", {self.skipped} skipped" if self.skipped else ""
         after = "unknown" if self.forecast_after is None else f"{self.forecast_after:.4g}"
-        first = (
-            f"{steps}{skipped} (mode {self.mode}, every {self.every}, N = {self.examples}); "
-            f"forecast {self.forecast_before:.4g} -> {after}"
-        )
+        first = f"{steps}{skipped} ({how}, N = {self.examples}); forecast {self.forecast_before:.4g} -> {after}"
         return "\n".join([first, *(f"warning: {one}" for one in self.warnings)])
 
 

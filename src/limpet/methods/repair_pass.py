@@ -1,0 +1,235 @@
+"""The repair of a memory's model: one Fisher pass over the new data, the closed-form path, and the point on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from limpet.curvature import Fisher, FisherPass
+from limpet.distributed import ReplicatedBatches, current
+from limpet.errors import CurvatureError, LimpetError, finite_number, positive_whole
+from limpet.forgetting.displacement import displacements
+from limpet.forgetting.measurement import LossProbe
+from limpet.forgetting.repair import Measures, Repair, solve
+from limpet.likelihoods import Likelihood, resolve
+from limpet.methods.memory import NO_PROBE
+from limpet.model import Block, Forward, full_precision, part, preserve_state
+from limpet.model.batch import batch_size, check_batches, counted_examples
+from limpet.posterior import Posterior
+
+if TYPE_CHECKING:
+    from limpet.curvature.batch_step import StepOptions
+    from limpet.forgetting.drift import Drift
+    from limpet.forgetting.probe import Probe
+
+HELD_OUT = 5
+"""With `tolerance`, one batch in this many is held out."""
+
+MOST_HELD_OUT = 1000
+"""Maximum number of held-out rows."""
+
+TOO_FEW = "tolerance= holds out part of the batches, but there is only one small batch: pass more data, or strength="
+
+
+@dataclass(frozen=True)
+class RepairOptions:
+    """The options of `limpet.repair`, which documents them.
+
+    Raises:
+        LimpetError: If more than one of strength, tolerance and budget is given.
+        ValueError: If a number is negative or not finite, or the rank is not a positive integer.
+    """
+
+    strength: float | None = None
+    scale: float = 1.0
+    tolerance: float | None = None
+    budget: float | None = None
+    rank: int | None = None
+    examples: int | None = None
+    limit: int | None = None
+    forward: Forward | None = None
+    probe_forward: Forward | None = None
+    likelihood: str | Likelihood | None = None
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if sum(choice is not None for choice in (self.strength, self.tolerance, self.budget)) > 1:
+            raise LimpetError("strength=, tolerance= and budget= are alternatives: pass only one of them")
+        for name in ("strength", "scale", "tolerance", "budget"):
+            if getattr(self, name) is not None:
+                finite_number(name, getattr(self, name))
+        if self.rank is not None:
+            positive_whole("rank", self.rank)
+
+
+class Repairable(Protocol):
+    """The parts of a memory that a repair uses."""
+
+    model: nn.Module
+    posterior: Posterior
+    seed: int
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood of the old data."""
+
+    @property
+    def probes(self) -> Sequence[Probe]:
+        """Inputs with the outputs of the model before."""
+
+    def forecast(self) -> float:
+        """Forecast the increase of the old loss."""
+
+    def drift(self, *, forward: Forward | None = None) -> Drift:
+        """Measure the drift on the probes."""
+
+    def _planned(self, also: Any = ()) -> list[Block]:
+        """Return the blocks of the model."""
+
+    def _step_options(self, forward: Forward | None) -> StepOptions:
+        """Return the options of a Fisher pass."""
+
+
+def repaired(memory: Repairable, batches: Iterable[Any], options: RepairOptions) -> Repair:
+    """Repair the model of a memory in place.
+
+    Args:
+        memory: The memory, with at least one consolidated task.
+        batches: The new data.
+        options: The options of `limpet.repair`.
+
+    Returns:
+        The repair. If an error is raised, the model keeps its tuned weights.
+    """
+    if options.budget is not None and not memory.probes:
+        raise LimpetError(NO_PROBE)
+    shared, tolerance = isinstance(batches, ReplicatedBatches), options.tolerance
+    split = HeldOutSplit(
+        batches.batches if isinstance(batches, ReplicatedBatches) else batches, hold_out=tolerance is not None
+    )
+    counted = options.examples is not None or options.limit is not None
+    with full_precision(), torch.inference_mode(False):
+        fisher = _new_fisher(memory, ReplicatedBatches(split) if shared else split, options)
+        if tolerance is not None and not split.held:
+            raise LimpetError(TOO_FEW)
+        measures = _measures(memory, split.held or fisher.first.take(MOST_HELD_OUT // HELD_OUT), fisher, options)
+        weight = 1.0 if counted else split.share
+        found = solve(memory.posterior, fisher, measures, weight=weight, rank=options.rank, progress=options.progress)
+        try:
+            if tolerance is not None:
+                return found.within_tolerance(tolerance, options.scale)
+            if options.budget is not None:
+                return found.within_budget(options.budget, options.scale)
+            return found.at(1.0 if options.strength is None else options.strength, options.scale)
+        except BaseException:
+            found.undo()
+            raise
+
+
+def _measures(memory: Repairable, held_out: list[Any], fisher: Fisher, options: RepairOptions) -> Measures:
+    """Return functions that measure the model along the path."""
+    look = LossProbe(memory.model, held_out, _likelihood(memory, options), options.forward, memory.seed)
+
+    def loss() -> float:
+        with preserve_state(memory.model):
+            return fisher.loss_scale * look.loss({})
+
+    def drift() -> float:
+        found, ranks = memory.drift(forward=options.probe_forward), current()
+        if ranks is None:
+            return float(found)
+        total, examples = ranks.numbers(float(found) * found.examples, found.examples)  # every rank has its own probe
+        return total / examples
+
+    if not math.isfinite(loss()):  # before any weight moves, so that sampled targets come from the tuned model
+        raise LimpetError("the loss on the new data is not finite: check the data for inf, nan or missing targets")
+    return Measures(forecast=lambda: float(memory.forecast()), loss=loss, drift=drift if memory.probes else None)
+
+
+def _new_fisher(memory: Repairable, batches: Iterable[Any], options: RepairOptions) -> Fisher:
+    """Measure the Fisher of the new data for the blocks that training has moved."""
+    known = {name: held for name, held in memory.posterior.held.items() if held.tasks}
+    moved = {name for one in displacements(memory.model, known) for name in one.block.parameters}
+    if not moved:
+        raise LimpetError(
+            "the model's weights equal the memory's mean, so there is nothing to repair: pass the tuned model"
+        )
+    blocks = [block for block in memory._planned(also=moved) if moved.issuperset(block.parameters)]
+    one_pass = FisherPass(
+        memory.model,
+        blocks,
+        _likelihood(memory, options),
+        memory.posterior.structure,
+        **memory._step_options(options.forward),
+    )
+    return one_pass.run(batches, examples=options.examples, limit=options.limit, progress=options.progress)
+
+
+def _likelihood(memory: Repairable, options: RepairOptions) -> Likelihood:
+    """Return the likelihood of the new data: the given one, or that of the memory."""
+    return memory.likelihood if options.likelihood is None else resolve(options.likelihood)
+
+
+class HeldOutSplit:
+    """Iterable over batches that holds out a fifth of the first batch and every fifth batch, about 1000 rows at most.
+
+    Args:
+        batches: The batches.
+        hold_out: Whether to hold any out. Otherwise all batches are passed on.
+    """
+
+    def __init__(self, batches: Iterable[Any], *, hold_out: bool) -> None:
+        check_batches(batches)
+        self.batches, self.hold_out = batches, hold_out
+        # the pass looks these up, to restore the random state of the loader and to count the rows of packed batches
+        self.sampler, self.batch_sampler, self.generator, self.batch_size = (
+            getattr(batches, name, None) for name in ("sampler", "batch_sampler", "generator", "batch_size")
+        )
+        self._read = False
+        self.held: list[Any] = []
+        self._rows = {"held": 0, "passed": 0}
+        total = counted_examples(batches)
+        if total is not None:
+            self.examples = total  # read by the pass, which scales up to it with `limit`
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._read and isinstance(self.batches, Iterator):
+            raise CurvatureError(
+                "the batches must be read a second time, but an iterator can be read only once: pass a loader or a list"
+            )
+        self._read = True
+        self.held, self._rows = [], {"held": 0, "passed": 0}
+        for number, batch in enumerate(self.batches):
+            size = batch_size(batch) or 1
+            if not self.hold_out or self._rows["held"] >= MOST_HELD_OUT:
+                yield self._passed(batch, size)
+            elif number % HELD_OUT == HELD_OUT - 1 or (number == 1 and not self.held):
+                self._hold(batch, size)
+            elif number == 0 and size >= HELD_OUT:  # so that a single batch also has a held-out part
+                cut = size - size // HELD_OUT
+                self._hold(part(batch, slice(cut, None)), size - cut)
+                yield self._passed(part(batch, slice(0, cut)), cut)
+            else:
+                yield self._passed(batch, size)
+
+    def _hold(self, batch: Any, rows: int) -> None:
+        self.held.append(batch)
+        self._rows["held"] += rows
+
+    def _passed(self, batch: Any, rows: int) -> Any:
+        self._rows["passed"] += rows
+        return batch
+
+    @property
+    def share(self) -> float:
+        """Fraction of the rows, over all ranks, that were passed on rather than held out."""
+        passed, held = self._rows["passed"], self._rows["held"]
+        ranks = current()
+        if ranks is not None:
+            passed, held = map(round, ranks.numbers(passed, held))
+        return passed / max(passed + held, 1)

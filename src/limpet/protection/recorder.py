@@ -1,0 +1,107 @@
+"""Record a sample of the inputs that a model is trained on, to measure the curvature of the new data with later."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from limpet.model import part
+from limpet.model.batch import batch_size, plain_batch, result_field
+
+ROWS = 256
+"""Number of examples (whole sequences) that are recorded, about."""
+
+NOT_INPUTS = ("num_items_in_batch",)
+"""Arguments that transformers' Trainer passes for the loss."""
+
+
+class InputRecorder:
+    """Keeps a uniform sample of the batches that a model is called on with gradients enabled.
+
+    Reservoir sampling (Vitter 1985, algorithm R) over batches, so that the sample covers the whole training run. The
+    model's arguments are copied to the CPU. Targets are recorded only if they are among these arguments.
+
+    Args:
+        model: The model.
+        rows: Number of examples to keep.
+        seed: Seed of the sample. The global random state is not used.
+
+    Attributes:
+        batches: The sample. Each batch is a pair `(inputs, None)`, a dictionary of keyword arguments, or, for models
+            that take several positional arguments, a dictionary `{"args": ..., "kwargs": ...}` for `forward`.
+        seen: Number of batches that the model was called on.
+    """
+
+    def __init__(self, model: nn.Module, rows: int = ROWS, seed: int = 0) -> None:
+        self.model, self.rows = model, rows
+        self.batches: list[Any] = []
+        self.seen = 0
+        self._generator = torch.Generator().manual_seed(seed)
+        self._handle: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the sample. Its length is not that of the data, so it has none."""
+        return iter(self.batches)
+
+    def start(self) -> None:
+        """Start recording, after the hooks that the model already has."""
+        hook: Any = torch.compiler.disable(self._record)  # type: ignore[no-untyped-call]
+        self._handle = self.model.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def stop(self) -> None:
+        """Stop recording, and keep the sample."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _record(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self.seen += 1
+        size = None if not self.batches else batch_size(self.batches[0])
+        capacity = max(self.rows // (size or 1), 1)
+        place = len(self.batches)
+        if place >= capacity:
+            place = int(torch.randint(0, self.seen, (), generator=self._generator))
+        if place < capacity:
+            self.batches[place : place + 1] = [self._copied(args, kwargs)]
+
+    def _copied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Copy the arguments of a call to the CPU, as a batch of at most `rows` examples."""
+        batch = self._batch(args, {key: value for key, value in kwargs.items() if key not in NOT_INPUTS})
+
+        def copy(leaf: Any) -> Any:
+            return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
+
+        size = batch_size(batch)
+        return tree_map(copy, part(batch, slice(0, self.rows)) if size and size > self.rows else plain_batch(batch))
+
+    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and hasattr(self.model, "config"):  # a model of transformers, whose arguments have known names
+            bound = inspect.signature(self.model.forward).bind_partial(*args, **kwargs)
+            variable = [p.name for p in bound.signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+            named = {name: value for name, value in bound.arguments.items() if name not in variable}
+            return named | {k: v for name in variable for k, v in bound.arguments.get(name, {}).items()}
+        if not args:
+            return kwargs
+        if len(args) == 1 and not kwargs:
+            return args[0], None
+        return {"args": args, "kwargs": kwargs}
+
+    @property
+    def forward(self) -> Any:
+        """The `forward` function for the sample: None where the default works."""
+        generic = any(isinstance(batch, dict) and set(batch) == {"args", "kwargs"} for batch in self.batches)
+        return _called if generic else None
+
+
+def _called(model: nn.Module, batch: Any) -> Any:
+    """Call a model with recorded arguments."""
+    result = model(*batch["args"], **batch["kwargs"])
+    logits = result_field(result, "logits")
+    return (result if logits is None else logits), None

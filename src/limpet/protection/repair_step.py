@@ -1,0 +1,91 @@
+"""Repair mode: the optimizer's steps are left alone, and the model is repaired when training ends.
+
+Adaptive optimizers normalize the sum of two gradients, so a penalty turns their steps without shortening them, and
+training against an approximate curvature finds the directions that the approximation misses. A closed-form solution
+that was not optimized against the memory does not (docs/decisions/0021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from limpet.errors import LimpetError, LimpetWarning, logger, warn
+from limpet.forgetting.repair import Repair
+from limpet.model import Forward
+from limpet.protection.penalty_step import PenaltyStep
+from limpet.protection.recorder import InputRecorder
+
+Repairer = Callable[[Iterable[Any], Forward | None], Repair]
+"""Repairs the model with new data, given as batches and the `forward` function that they need."""
+
+NOT_RECORDED = (
+    "the model was trained, but its forward method was never called with gradients enabled, so no inputs were recorded "
+    "and the model was not repaired: call the model itself rather than its parts, or pass memory.protect(..., "
+    "batches=new_data)"
+)
+
+
+class RepairStep(PenaltyStep):
+    """Records inputs while the optimizer steps, and repairs the model at the end.
+
+    Args:
+        *args: Arguments of `PenaltyStep`.
+        repairer: Repairs the model with new data.
+        batches: The new data; None to use a sample of the inputs that the model is trained on.
+        **options: Options of `PenaltyStep`.
+
+    Attributes:
+        repair: The repair, once training has ended.
+        failure: Why the model was not repaired, if so.
+    """
+
+    def __init__(self, *args: Any, repairer: Repairer, batches: Iterable[Any] | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.repair: Repair | None = None
+        self.failure: str | None = None
+        self._repairer, self._batches = repairer, batches
+        self._recorder = InputRecorder(self.posterior.model) if batches is None else None
+
+    def start(self) -> None:
+        """Start recording."""
+        if self._recorder is not None:
+            self._recorder.start()
+
+    def before_step(self, scale: Tensor | None) -> None:
+        """Do nothing: the gradients are those of the loss."""
+
+    def restore(self) -> None:
+        """Stop nothing and restore nothing: no gradient was changed."""
+
+    def after_step(self) -> None:
+        """Count the step."""
+        self.penalised += 1
+
+    def finish(self) -> None:
+        """Do nothing: the repair runs after the protection has ended."""
+
+    def stop(self) -> None:
+        """Stop recording."""
+        if self._recorder is not None:
+            self._recorder.stop()
+
+    def run(self) -> None:
+        """Repair the model. If that is not possible, warn and leave the model as trained."""
+        try:
+            self.repair = self._repaired()
+        except LimpetError as error:
+            self.failure = f"the model was not repaired and keeps its trained weights: {error}"
+            warn(self.failure, LimpetWarning)
+        else:
+            logger.info("repaired at strength %.3g", self.repair.strength)
+
+    def _repaired(self) -> Repair:
+        if self._recorder is None:
+            assert self._batches is not None
+            return self._repairer(self._batches, None)
+        if not self._recorder.batches:
+            raise LimpetError(NOT_RECORDED)
+        return self._repairer(self._recorder, self._recorder.forward)

@@ -1,0 +1,246 @@
+"""Protection by repair: plain steps while the inputs are recorded, and a repair when training ends."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import limpet
+from limpet.errors import LimpetWarning, UnsupportedError
+from limpet.protection.recorder import InputRecorder
+
+N = 120
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3))
+
+
+def task(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, 6, generator=generator)
+    return x, (x @ torch.randn(6, 3, generator=generator)).argmax(1)
+
+
+def train(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, epochs: int = 10) -> None:
+    for _ in range(epochs):
+        for rows in torch.arange(N).split(20):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+
+
+def learned(**options: Any) -> tuple[nn.Sequential, limpet.OnlineLaplace, Tensor, Tensor]:
+    """A model that has learned a task, its memory, and another task."""
+    model = network()
+    old = task(1)
+    train(model, torch.optim.Adam(model.parameters(), lr=0.02), *old, epochs=30)
+    memory = limpet.OnlineLaplace(model, **{"strength": "auto", "prior_mean": "initial", **options})
+    memory.consolidate([old], progress=False, probe=60)
+    return model, memory, *task(2)
+
+
+class Unsized:
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_auto_chooses_repair_for_automatic_strengths_and_for_budgets() -> None:
+    model, memory, _, _ = learned()
+    adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def mode(memory: limpet.Memory, optimizer: Any, **options: Any) -> str:
+        with memory.protect(optimizer, examples=N, **options) as protection:
+            return protection.mode
+
+    assert mode(memory, adam) == "repair"
+    assert mode(memory, sgd) == "proximal"
+    assert mode(memory, adam, mode="gradient") == "gradient"
+    memory.strength = 3.0
+    assert mode(memory, adam) == "gradient"
+    assert mode(memory, adam, budget=0.1) == "repair"
+    assert mode(memory, sgd, mode="repair") == "repair"
+    memory.probes = ()
+    assert mode(memory, adam, budget=0.1) == "gradient"
+    with pytest.raises(UnsupportedError, match="has no probe"):
+        mode(memory, adam, budget=0.1, mode="repair")
+    empty = limpet.OnlineLaplace(model, strength="auto")
+    assert mode(empty, adam) == "gradient"
+    with pytest.raises(UnsupportedError, match="no task has been consolidated"):
+        mode(empty, adam, mode="repair")
+    with pytest.raises(UnsupportedError, match="measures no curvature"):
+        mode(limpet.SynapticIntelligence(model), adam, mode="repair")
+    with pytest.raises(ValueError, match="tolerance"):
+        mode(memory, adam, mode="repair", repair={"tolerance": -1.0})
+
+
+@pytest.mark.parametrize("options", [{"tolerance": 0.02}, {"strength": 0.5, "scale": 0.9}])
+def test_it_is_plain_training_and_then_a_repair(options: dict[str, float]) -> None:
+    model, memory, x, y = learned()
+    twin, data = copy.deepcopy(model), [(x[:80], y[:80]), (x[80:], y[80:])]
+    train(twin, torch.optim.AdamW(twin.parameters(), lr=0.02), x, y)
+    by_hand = limpet.repair(twin, memory, data, examples=N, limit=N, **options)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    with memory.protect(optimizer, examples=N, batches=data, repair=options) as protection:
+        train(model, optimizer, x, y)
+    assert torch.equal(flat(model), flat(twin))
+    assert protection.repair is not None and protection.repair.strength == by_hand.strength
+    summary = protection.summary()
+    assert (summary.mode, summary.steps, summary.repair_strength) == ("repair", 60, by_hand.strength)
+    assert str(summary).startswith(f"60 steps, then repaired at strength {by_hand.strength:.3g} (mode repair, N = 120)")
+    assert summary.metrics()["memory_repair_strength"] == by_hand.strength
+    protection.repair.undo()
+    by_hand.undo()
+    assert torch.equal(flat(model), flat(twin))
+
+
+def test_recorded_inputs_give_the_repair_that_the_data_without_targets_give() -> None:
+    model, memory, x, y = learned()
+    twin, seen = copy.deepcopy(model), []
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.02)
+    handle = twin.register_forward_pre_hook(lambda _, args: seen.append((args[0].clone(), None)))
+    train(twin, optimizer, x, y, epochs=2)
+    handle.remove()
+    by_hand = limpet.repair(twin, memory, Unsized(seen), examples=N, limit=N, tolerance=0.05)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    state, hooks = torch.get_rng_state(), dict(model._forward_pre_hooks)
+    with memory.protect(optimizer, examples=N) as protection:
+        train(model, optimizer, x, y, epochs=2)
+        with torch.no_grad():
+            model(torch.full((5, 6), 1e9))  # evaluation is not recorded
+    assert torch.equal(torch.get_rng_state(), state) and dict(model._forward_pre_hooks) == hooks
+    assert protection.repair is not None and protection.repair.strength == by_hand.strength > 0
+    assert torch.equal(flat(model), flat(twin))
+
+
+def test_what_was_learned_first_is_kept() -> None:
+    model, memory, x, y = learned()
+    old_x, old_y = task(1)
+    plain = copy.deepcopy(model)
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=0.02), x, y)
+    with torch.no_grad():
+        before = float(F.cross_entropy(model(old_x), old_y))
+        forgotten = float(F.cross_entropy(plain(old_x), old_y)) - before
+        new = float(F.cross_entropy(plain(x), y))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    with memory.protect(optimizer, examples=N):
+        train(model, optimizer, x, y)
+    with torch.no_grad():
+        assert float(F.cross_entropy(model(old_x), old_y)) - before < 0.7 * forgotten
+        assert float(F.cross_entropy(model(x), y)) < new + 0.15
+
+
+def test_a_budget_is_kept_on_the_probe() -> None:
+    for budget in (0.02, 0.1):
+        model, memory, x, y = learned(strength=1.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        with memory.protect(optimizer, examples=N, budget=budget) as protection:
+            train(model, optimizer, x, y)
+        assert protection.mode == "repair" and 0.8 * budget < float(memory.drift()) <= budget
+
+
+def test_an_error_in_training_leaves_the_weights_and_removes_the_hook() -> None:
+    model, memory, x, y = learned()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    with pytest.raises(KeyboardInterrupt), memory.protect(optimizer, examples=N) as protection:
+        train(model, optimizer, x, y, epochs=1)
+        left = flat(model)
+        raise KeyboardInterrupt
+    assert torch.equal(flat(model), left) and protection.repair is None and not model._forward_pre_hooks
+    memory.forecast()
+
+
+def test_a_model_that_is_never_called_itself_is_said_not_to_be_repaired() -> None:
+    model, memory, x, y = learned()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    parts = lambda x: model[2](model[1](model[0](x)))  # noqa: E731
+    with pytest.warns(LimpetWarning, match="batches=new_data"), memory.protect(optimizer, examples=N) as protection:
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(parts(x), y).backward()
+            optimizer.step()
+        left = flat(model)
+    assert torch.equal(flat(model), left) and "not repaired" in str(protection.summary())
+
+
+def test_two_repairs_of_the_same_weights_are_rejected() -> None:
+    model, memory, x, y = learned()
+    other = limpet.OnlineLaplace(model, strength="auto", prior_mean="initial")
+    other.consolidate([(x, y)], progress=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    with memory.protect(optimizer, examples=N):
+        with pytest.raises(UnsupportedError, match="mode='gradient'"), other.protect(optimizer, examples=N):
+            pass
+        with other.protect(optimizer, examples=N, mode="gradient"):
+            pass
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, *, shift: Tensor) -> Tensor:
+        out: Tensor = self.inner(x + shift)
+        return out
+
+
+def test_models_with_several_inputs_are_repaired() -> None:
+    torch.manual_seed(0)
+    model, (x, y), shift = TwoInputs(), task(1), torch.full((N, 6), 0.5)
+    memory = limpet.OnlineLaplace(model, strength="auto", prior_mean="initial")
+
+    def forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        return model(batch[0], shift=batch[1]), batch[2]
+
+    memory.consolidate([(x, shift, y)], forward=forward, progress=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    with memory.protect(optimizer, examples=N) as protection:
+        for _ in range(12):
+            optimizer.zero_grad()
+            F.cross_entropy(model(-x[:20], shift=shift[:20]), y[:20]).backward()
+            optimizer.step()
+    assert protection.repair is not None and protection.repair.strength > 0
+
+
+def test_the_sample_is_uniform_and_bounded() -> None:
+    model, counts = nn.Linear(1, 1), torch.zeros(40)
+    for seed in range(300):
+        recorder = InputRecorder(model, rows=16, seed=seed)
+        recorder.start()
+        for step in range(40):
+            model(torch.full((4, 1), float(step)))
+        recorder.stop()
+        assert len(recorder.batches) == 4 and recorder.seen == 40
+        for inputs, targets in recorder.batches:
+            assert targets is None and inputs.shape == (4, 1)
+            counts[int(inputs[0, 0])] += 1
+    expected = 300 * 4 / 40
+    chi_square = float(((counts - expected).square() / (expected * (1 - 4 / 40))).sum())
+    assert chi_square < 72  # 39 degrees of freedom: exceeded once in 1000 times
+
+
+def test_large_batches_are_cut_and_copied() -> None:
+    model, x = nn.Linear(2, 1), torch.zeros(40, 2)
+    recorder = InputRecorder(model, rows=16)
+    recorder.start()
+    model(x)
+    recorder.stop()
+    x += 1
+    assert recorder.batches[0][0].shape == (16, 2) and not recorder.batches[0][0].any()
