@@ -67,7 +67,7 @@ def sentence_table(rate: str) -> str:
         names = {"tuned": "tuned", "scale": f"scaled by {at or 0:g}", "repair": f"repair, strength {at or 0:g}"}
         gone = spread((p["old"][0] - p["before"][0] for p in some), 1)
         cells = [spread((p["new"][0] for p in some), 1), spread((p["old"][0] for p in some), 1), gone]
-        name = 'instead: protect, "auto"' if what == "protect" else names.get(what, f"repair, {what} {at:g}")
+        name = "instead: protect, gradient mode" if what == "protect" else names.get(what, f"repair, {what} {at:g}")
         rows.append([name, *cells, str(len(some))])
     return markdown(["", "word order %", "sentiment %", "change of sentiment", "seeds"], rows)
 

@@ -16,6 +16,7 @@ import argparse
 import copy
 import json
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -66,21 +67,46 @@ class Experiment:
             batches.append({**told, "labels": torch.tensor([label for _, label in some])})
         return batches
 
-    def fit(self, model: Any, name: str, lr: float, steps: int, memory: limpet.Memory | None = None) -> None:
-        """So many steps of AdamW with a linear decay, under the protection of a memory if there is one."""
+    def fit(
+        self,
+        model: Any,
+        name: str,
+        lr: float,
+        steps: int,
+        memory: limpet.Memory | None = None,
+        *,
+        extra: Callable[[Any, Batch], Tensor] | None = None,
+        after: Callable[[int], None] = lambda step: None,
+        **options: Any,
+    ) -> None:
+        """So many steps of AdamW with a linear decay.
+
+        Args:
+            model: The model.
+            name: The task.
+            lr: Learning rate of the first step.
+            steps: Number of steps.
+            memory: A memory that protects during training.
+            extra: A further loss, of the model and the batch.
+            after: Called after every step, with its number.
+            **options: Options of `memory.protect`.
+        """
         model.train()
         generator = torch.Generator().manual_seed(self.seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
         order: list[int] = []
-        with nullcontext() if memory is None else memory.protect(optimizer, examples=TRAIN[name]):
-            for _ in range(steps):
+        with nullcontext() if memory is None else memory.protect(optimizer, examples=TRAIN[name], **options):
+            for step in range(steps):
                 order = order or torch.randperm(len(self.train[name]), generator=generator).tolist()
+                batch = self.train[name][order.pop()]
                 optimizer.zero_grad()
-                torch.autograd.backward(model(**self.train[name][order.pop()]).loss)
+                loss = model(**batch).loss
+                torch.autograd.backward(loss if extra is None else loss + extra(model, batch))
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 rate.step()
+                after(step + 1)
 
     def learned(self) -> tuple[nn.Module, limpet.Memory]:
         """Learn the first task and make the memory of it; gives its head."""
@@ -145,7 +171,7 @@ def run(options: argparse.Namespace, seed: int, record: Any) -> None:
             repair.at(0.0, scale)
             keep("scale", scale)
         restart()
-        experiment.fit(model, NEW, lr, steps, memory)
+        experiment.fit(model, NEW, lr, steps, memory, mode="gradient")
         keep("protect", memory.history.tasks[0].curve.strength)
 
 
