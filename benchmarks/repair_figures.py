@@ -109,7 +109,7 @@ def many_tasks_table() -> str:
 
 def tables() -> list[str]:
     """All tables of the page for which something was measured."""
-    kinds = [("lora", "self"), ("full", "self"), ("lora", "text")]
+    kinds = [("lora", "self"), ("full", "self"), ("lora", "text"), ("merged", "self")]
     kept = {(p["kind"], p["source"]) for p in points("language")}
     found = [language_table(*one) for one in kinds if one in kept]
     return [*found, *(sentence_table(rate) for rate in ("1e-4", "2e-4")), mnist_table(), many_tasks_table()]
