@@ -1,22 +1,23 @@
 """A pass over the data whose result is differentially private (`limpet.curvature.privacy` has the mathematics).
 
-Examples go through the model one at a time, so that each contribution is a function of its example and the model alone.
-The contribution of an example to a block is its own Fisher: the mean of a a^T and the sum of g g^T over its positions,
-or the square or outer product of its gradient. Everything else that a pass releases (which parameters have gradients,
-how many positions are predicted per example) must be the same for all examples, and is checked to be.
+A contribution must be a function of its example and the model alone. Examples therefore go through the model one at a
+time, or several together where the layers keep them apart (linear and convolutional layers, checked by the audit).
+Everything else that a pass releases (which parameters have gradients, how many positions are predicted per example)
+must be the same for all examples, and is checked to be.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from limpet.curvature.batch_step import StepOptions, UnforeseenError
+from limpet.curvature.accumulators import Accumulator
+from limpet.curvature.batch_step import StepOptions, UnforeseenError, block_of
+from limpet.curvature.contributions import Contribution, Contributions, Sums, contributions
 from limpet.curvature.fisher_pass import Fisher, FisherPass, PassCheckpoint
 from limpet.curvature.privacy import QUERIES, Privacy, noised, private_quantile
 from limpet.curvature.progress import Progress
@@ -34,9 +35,7 @@ from limpet.likelihoods import Likelihood
 from limpet.likelihoods.random import Random
 from limpet.model.batch import batch_size, part, prepared
 from limpet.model.blocks import Block
-from limpet.precision import DenseTerm, DiagonalTerm, KroneckerTerm, Matrix, Term
-from limpet.precision.block_diagonal import joined, pieces
-from limpet.precision.linalg import widened
+from limpet.precision import Term
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,12 +53,18 @@ DIFFERENT = (
     "exclude=[...]"
 )
 
-Statistics = dict[str, tuple[Tensor, ...]]
-"""The matrices (in their diagonal blocks) and diagonals of all terms, by block, number of the term and factor."""
+TOGETHER = 256
+"""Largest number of examples that go through the model together."""
+
+ENTRIES = 1 << 20
+"""Largest number of entries of the gradients, example by example, that are formed for a block at once."""
 
 
 class PrivatePass(FisherPass):
     """A Fisher pass with clipped contributions and noise. It reads the data twice.
+
+    The first example of a pass goes through the model alone, and so do all if the model has parameters that are
+    measured per sample, embeddings, or layers that flatten examples and positions into one dimension.
 
     Args:
         model: The model.
@@ -69,6 +74,8 @@ class PrivatePass(FisherPass):
         privacy: The budget.
         **options: `fisher`, `draws`, `seed` and `forward` of `BatchStep`.
     """
+
+    expands = False
 
     def __init__(
         self,
@@ -83,14 +90,18 @@ class PrivatePass(FisherPass):
         self.privacy = privacy
         self.clips: dict[str, float] = {}  # by statistic; empty while the norms are measured
         self.norms: dict[str, list[float]] = {}
+        self.alone = False  # whether examples go through the model one at a time
         super().__init__(model, blocks, likelihood, structure, **options)
 
     def restart(self, direct: set[str]) -> None:
         """Reset all sums and start reading again."""
         super().restart(direct)
-        self.totals: Statistics = {}
-        self.terms: dict[str, list[Term]] = {}  # of the last example
+        self.totals: dict[str, Sums] = {}  # clipped sums by statistic
+        self.symmetric: dict[str, bool] = {}
+        self.forms: dict[str, Accumulator] = {}  # empty accumulators, which have the shapes of the sums
         self.same: Any = None  # what must be the same for every example
+        self.each: list[tuple[int, list[float]]] = []  # count and tally of the examples of the last batch
+        self.count = 1  # examples in the batch that is being added
 
     def run(
         self,
@@ -132,11 +143,11 @@ class PrivatePass(FisherPass):
         return super().run(batches, examples=examples, limit=limit, progress=progress)
 
     def take(self, batch: Any, left: int | None) -> None:
-        """Add the clipped contributions of a batch, one example at a time.
+        """Add the clipped contributions of a batch.
 
         Args:
             batch: The batch.
-            left: Add at most this many examples, the first of the batch. None adds all.
+            left: Add at most this many examples (or predicted positions), the first of the batch. None adds all.
         """
         batch = prepared(batch, next(iter(self.parameters.values())).device)
         size = batch_size(batch)
@@ -145,47 +156,91 @@ class PrivatePass(FisherPass):
                 "privacy= clips the contribution of every example, but the batch cannot be split into examples: the "
                 "examples must be the first dimension of every tensor in the batch"
             )
-        before = self.seen
-        for n in range(size):
-            if left is not None and self.seen - before >= left:
-                return
-            if not self.clips and self.rows >= CLIP_ROWS:
-                return
-            self._take_example(part(batch, slice(n, n + 1)))
+        if not self.clips:
+            size = min(size, CLIP_ROWS - self.rows)
+        start, before = 0, self.seen
+        while start < size and (left is None or self.seen - before < left):
+            stop = min(start + self._together(), size)
+            if left is not None and self.rows:
+                stop = min(stop, start + max(1, math.ceil((left - self.seen + before) * self.rows / max(self.seen, 1))))
+            if self._take_some(part(batch, slice(start, stop)), stop - start):
+                start = stop
 
-    def _take_example(self, example: Any) -> None:
+    def _together(self) -> int:
+        """Number of examples that go through the model next."""
+        separate = all(block.layers and not any(layer.data_one_hot for layer in block.layers) for block in self.blocks)
+        if not self.begun or self.alone or not separate or self.fisher == "sampled":
+            return 1
+        wide = [block.shape.numel() for block in self.blocks if not self.structure.of(block).startswith("kronecker")]
+        return max(1, min(TOGETHER, ENTRIES // max(wide, default=1)))
+
+    def _take_some(self, examples: Any, count: int) -> bool:
+        """Add some examples; return False if they have to be added one at a time."""
+        self.count = count
         if self.begun:
             self.make_sums()
-        seen, tally = self.seen, self.tally.clone()
         try:
-            super().take(example, None)
+            super().take(examples, None)
         except UnforeseenError:
-            raise UnsupportedError(DIFFERENT) from None
-        self.terms = {name: accumulator.terms(1.0) for name, accumulator in self.sums.items()}
-        found = statistics(self.terms)
-        norms = {key: norm(tensors) for key, tensors in found.items()}
-        if not all(math.isfinite(size) for size in norms.values()):
-            raise CurvatureError("the curvature of an example contains inf or nan: check the data and the weights")
-        same = (set(found), self.used, self.seen - seen, (self.tally - tally).tolist())
-        if self.same is not None and same != self.same:
-            raise UnsupportedError(DIFFERENT)
-        self.same = same
-        if not self.clips:
-            for key, size in norms.items():
-                self.norms.setdefault(key, []).append(size)
-            return
-        for key, tensors in found.items():
-            factor = 1.0 if norms[key] <= self.clips[key] else self.clips[key] / norms[key]
-            total = self.totals.setdefault(key, tuple(torch.zeros_like(widened(t)) for t in tensors))
-            for one, tensor in zip(total, tensors, strict=True):
-                one.add_(widened(tensor), alpha=factor)
+            if count == 1:
+                raise UnsupportedError(DIFFERENT) from None
+            self.alone = True
+            return False
+        found = {
+            f"{name}|{key}": each
+            for name, own in self.sums.items()
+            if isinstance(own, Contributions)
+            for key, each in own.statistics().items()
+        }
+        for each in self.each:
+            same = (set(found), self.used, each)
+            self.same = self.same or same
+            if same != self.same:
+                raise UnsupportedError(DIFFERENT)
+        for key, contribution in found.items():
+            norms = contribution.norms()
+            if not bool(torch.isfinite(norms).all()):
+                raise CurvatureError(f"the curvature of {key} contains inf or nan: check the data and the weights")
+            if self.clips:
+                self._add_clipped(key, contribution, norms)
+            else:
+                self.norms.setdefault(key, []).extend(norms.tolist())
+        return True
+
+    def _add_clipped(self, key: str, contribution: Contribution, norms: Tensor) -> None:
+        clip = self.clips[key]
+        weights = torch.where(norms <= clip, 1.0, clip / norms)
+        self.symmetric[key] = contribution.symmetric
+        summed = contribution.summed(weights)
+        if key in self.totals:
+            for total, more in zip(self.totals[key], summed, strict=True):
+                total += more
+        else:
+            self.totals[key] = summed
+
+    def make_sums(self) -> None:
+        """Prepare for the contributions of the next examples."""
+        self.begun = True
+        for block in self.blocks:
+            like = self.parameters[block.parameters[0]]
+            if block.name not in self.forms:
+                self.forms[block.name] = self.structure.accumulator(block, like)
+            self.sums[block.name] = contributions(block, like, self.count, self.forms[block.name])
 
     def _accumulate(self, batch: Any, outputs: Any, targets: Any, tensors: tuple[Tensor, ...]) -> None:
-        self.used = set()  # of this example alone, to be compared with the others
+        self.used = set()  # of these examples alone, to be compared with the others
         super()._accumulate(batch, outputs, targets, tensors)
 
     def _count(self, rows: int, outputs: Any, targets: Any) -> None:
-        super()._count(1, outputs, targets)
+        """Count every example by itself."""
+        if self.count > 1 and batch_size((outputs, targets)) != self.count:
+            raise UnforeseenError(set())
+        self.each = []
+        for n in range(self.count):
+            one = (outputs, targets) if self.count == 1 else part((outputs, targets), slice(n, n + 1))
+            before = self.seen, self.tally.clone()
+            super()._count(1, *one)
+            self.each.append((self.seen - before[0], (self.tally - before[1]).tolist()))
 
     def _random(self, batch: Any, count: int) -> Random:
         """Random targets by the number of the example, so that they do not depend on other examples."""
@@ -215,13 +270,16 @@ class PrivatePass(FisherPass):
         scale = count / self.seen
         scale *= self.likelihood.fisher_scale(self.tally, empirical=self.fisher == "empirical")
         deviations, rows = self.deviations(), self.rows
+        private: dict[str, Sums] = {
+            key: [noised(total, deviations[key], symmetric=self.symmetric[key]) for total in totals]
+            for key, totals in self.totals.items()
+        }
         terms: dict[str, list[Term]] = {}
-        for name, some in self.terms.items():
-            terms[name] = [
-                released(term, f"{name}|{number}", self.totals, deviations, rows, scale)
-                for number, term in enumerate(some)
-            ]
-        self.totals, self.terms, self.sums = {}, {}, {}
+        for name, form in self.sums.items():
+            assert isinstance(form, Contributions)
+            own = {key.rpartition("|")[2]: sums for key, sums in private.items() if block_of(key) == name}
+            terms[name] = form.private_terms(own, rows, scale)
+        self.totals, self.sums = {}, {}
         lost = [name for name, some in terms.items() if not any(term.is_positive() for term in some)]
         if lost:
             warn(
@@ -234,60 +292,3 @@ class PrivatePass(FisherPass):
         return Fisher(
             self.blocks, terms, count, self.seen, kind, frozenset(unused), rows, self.first, self.roots, loss_scale
         )
-
-
-def factors(term: Term) -> dict[str, tuple[tuple[Tensor, ...], bool]]:
-    """Return the tensors of a term by factor, each with whether they are symmetric matrices rather than diagonals."""
-    if isinstance(term, KroneckerTerm):
-        return {
-            "inputs": (pieces(term.inputs), not term.inputs_diagonal),
-            "outputs": (pieces(term.outputs), not term.outputs_diagonal),
-        }
-    if isinstance(term, DenseTerm):
-        return {"matrix": ((term.matrix,), True)}
-    return {"diagonal": ((term.diagonal,), False)}
-
-
-def statistics(terms: Mapping[str, Sequence[Term]]) -> Statistics:
-    """Return the statistics of all terms by name."""
-    return {
-        f"{name}|{number}|{factor}": tensors
-        for name, some in terms.items()
-        for number, term in enumerate(some)
-        for factor, (tensors, _) in factors(term).items()
-    }
-
-
-def norm(tensors: Sequence[Tensor]) -> float:
-    """Return the Frobenius norm of a statistic."""
-    return math.sqrt(sum(float(widened(tensor).square().sum()) for tensor in tensors))
-
-
-def released(
-    term: Term, name: str, totals: Statistics, deviations: Mapping[str, float], rows: int, scale: float
-) -> Term:
-    """Build the private term of a block.
-
-    Args:
-        term: A term of the same form.
-        name: Name of the block, and number of the term.
-        totals: Clipped sums by statistic.
-        deviations: Standard deviation of the noise by statistic.
-        rows: Number of examples in the sums. It is public.
-        scale: Factor of the Fisher.
-
-    Returns:
-        The term, with noise in every factor.
-    """
-
-    def made(factor: str, times: float) -> Matrix:
-        tensors, symmetric = factors(term)[factor]
-        key = f"{name}|{factor}"
-        noisy = [noised(total, deviations[key], symmetric=symmetric) for total in totals[key]]
-        return joined([(times * total).to(like) for total, like in zip(noisy, tensors, strict=True)])
-
-    if isinstance(term, KroneckerTerm):
-        return replace(term, inputs=made("inputs", 1 / rows), outputs=made("outputs", scale))
-    (factor,) = factors(term)
-    total = pieces(made(factor, scale))[0]
-    return DenseTerm(total) if isinstance(term, DenseTerm) else DiagonalTerm(total)
