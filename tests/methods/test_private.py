@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import warnings
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import limpet
+from limpet.experiments.console import show_inspection
 from limpet.methods.inspect import inspect
 from limpet.precision.kronecker import Kronecker
 
@@ -108,6 +111,9 @@ def test_a_file_says_what_is_private(method: type[limpet.OnlineLaplace], tmp_pat
     memory.save(tmp_path / "memory.safetensors")
     expected = [{"epsilon": 8.0, "delta": 1e-05, "clip": 0.9}, None]
     assert inspect(tmp_path / "memory.safetensors").settings["privacy"] == expected
+    shown = Console(file=io.StringIO(), width=120)
+    show_inspection(shown, inspect(tmp_path / "memory.safetensors"))
+    assert "curvature private in 1 of 2 tasks" in shown.file.getvalue()  # type: ignore[attr-defined]
     loaded = limpet.load(tmp_path / "memory.safetensors", model)
     assert loaded.privacy == memory.privacy == (BUDGET, None)  # type: ignore[attr-defined]
     assert str(loaded.report()) == str(memory.report())
