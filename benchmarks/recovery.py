@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from limpet.precision.kronecker import Kronecker
 
 FOLDER = common.RESULTS / "privacy"
 ATTACKS, COSTS = FOLDER / "attacks.jsonl", FOLDER / "costs.jsonl"
-COUNTS = (1, 10, 100, 1000)
+COUNTS = (1, 10, 20, 100, 1000)
 SIZES, NEW = (10_000, 60_000), 10_000
 STRENGTHS = (1.0, 10.0, 100.0)
 DELTA, SECONDS, SAME = 1e-6, 30.0, 0.02
@@ -205,7 +205,7 @@ def accuracy(model: nn.Module, task: Data) -> float:
     return 100 * float((model(task[0]).argmax(1) == task[1]).float().mean())
 
 
-def cost(size: int, seed: int, add: Callable[[dict[str, Any]], None]) -> None:
+def cost(size: int, seed: int) -> Iterator[dict[str, Any]]:
     """Learn MNIST, then permuted MNIST with every kind of memory."""
     model, train, test = network(seed), images("train"), images("test")
     order = torch.randperm(784, generator=torch.Generator().manual_seed(seed))
@@ -224,20 +224,18 @@ def cost(size: int, seed: int, add: Callable[[dict[str, Any]], None]) -> None:
             torch.manual_seed(seed)
             # the penalty divided by N / strength: the same memory at another strength
             fit(model, new, 0.05, 5, memory, max(1, round(NEW / strength)) if strength else NEW)
-            add(
-                {
-                    "size": size,
-                    "seed": seed,
-                    "mitigation": mitigation,
-                    "strength": strength,
-                    "before": round(before, 2),
-                    "old": round(accuracy(model, test), 2),
-                    "new": round(accuracy(model, new_test), 2),
-                    "consolidation seconds": round(consolidated, 1),
-                    "seconds": round(time.perf_counter() - began, 1),
-                    "versions": versions(),
-                }
-            )
+            yield {
+                "size": size,
+                "seed": seed,
+                "mitigation": mitigation,
+                "strength": strength,
+                "before": round(before, 2),
+                "old": round(accuracy(model, test), 2),
+                "new": round(accuracy(model, new_test), 2),
+                "consolidation seconds": round(consolidated, 1),
+                "seconds": round(time.perf_counter() - began, 1),
+                "versions": versions(),
+            }
 
 
 def tables() -> list[str]:
@@ -277,11 +275,10 @@ def main() -> None:
                     record = attack(count, mitigation, asked.seed)
                     print(record, flush=True)
                     common.append_record(ATTACKS, record)
-        for size in SIZES:
+        for size in SIZES:  # all records of a size, or none: a part of them is deleted by hand
             if size not in {one["size"] for one in common.read_records(COSTS)}:
-                found: list[dict[str, Any]] = []
-                cost(size, asked.seed, lambda record, found=found: (print(record, flush=True), found.append(record)))
-                for record in found:
+                for record in cost(size, asked.seed):
+                    print(record, flush=True)
                     common.append_record(COSTS, record)
     print("\n\n".join(tables()))
 
