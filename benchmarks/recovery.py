@@ -87,7 +87,10 @@ def truncated(precision: Any) -> Kronecker:
     vectors = basis.vectors.clone()
     vectors[:, rest] = vectors[:, rest] @ torch.linalg.qr(torch.randn(len(rest), len(rest)))[0]
     inputs = replace(basis, vectors=vectors, trace=basis.trace * keep)
-    return replace(precision, inputs=inputs, values=values.add(-values.plain * (1 - keep), 1.0, lambda old: old))
+    found: Kronecker = replace(
+        precision, inputs=inputs, values=values.add(-values.plain * (1 - keep), 1.0, lambda old: old)
+    )
+    return found
 
 
 def span(memory: limpet.OnlineLaplace, name: str) -> np.ndarray:
@@ -150,6 +153,16 @@ def darkest_images(model: nn.Sequential, hidden: list[np.ndarray], seconds: floa
     return found
 
 
+def nearest(found: np.ndarray, true: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For every true image, the root mean square to the nearest candidate and the largest correlation with one."""
+    if not len(found):
+        return np.ones(len(true)), np.zeros(len(true))
+    squares = (found**2).mean(1) + (true**2).mean(1)[:, None] - 2 * true @ found.T / 784
+    a, b = (one - one.mean(1, keepdims=True) for one in (found, true))
+    a, b = (one / np.maximum(np.linalg.norm(one, axis=1, keepdims=True), 1e-12) for one in (a, b))
+    return np.sqrt(squares.clip(0).min(1)), (b @ a.T).max(1)
+
+
 def attack(count: int, mitigation: str, seed: int) -> dict[str, Any]:
     """Attack a memory of the first `count` test images."""
     model, (x, y) = network(seed), images("test")
@@ -162,14 +175,13 @@ def attack(count: int, mitigation: str, seed: int) -> dict[str, Any]:
         found = darkest_images(model, hidden, SECONDS / 2)
     else:
         found = extreme_points(span(memory, "0"), 1.0, tries, SECONDS)
-    away = np.array([min((float(np.sqrt(((f - t) ** 2).mean())) for f in found), default=1.0) for t in true])
-    alike = [max((float(np.corrcoef(f, t)[0, 1]) for f in found if f.std()), default=0.0) for t in true]
+    away, alike = nearest(np.array(found).reshape(-1, 784), true)
     return {
         "count": count,
         "mitigation": mitigation,
         "seed": seed,
         "recovered": int((away < SAME).sum()),
-        "alike": sum(one > 0.95 for one in alike),
+        "alike": int((alike > 0.95).sum()),
         "median distance": round(float(np.median(away)), 4),
         "candidates": len(found),
         "seconds": round(time.perf_counter() - start, 1),
@@ -211,7 +223,7 @@ def cost(size: int, seed: int) -> Iterator[dict[str, Any]]:
     order = torch.randperm(784, generator=torch.Generator().manual_seed(seed))
     old = train[0][:size], train[1][:size]
     new, new_test = (train[0][:NEW][:, order], train[1][:NEW]), (test[0][:, order], test[1])
-    fit(model, old, 0.1, 30_000 // (size // 10) or 1, None, size)
+    fit(model, old, 0.1, 5 if size > NEW else 10, None, size)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     before = accuracy(model, test)
     for mitigation in ("no memory", *MITIGATIONS):
