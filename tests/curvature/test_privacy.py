@@ -235,6 +235,19 @@ def test_noise_is_normal_symmetric_and_of_the_given_size() -> None:
     assert int((torch.linalg.eigvalsh(nothing) > 1e-9).sum()) <= 2
 
 
+@pytest.mark.usefixtures("fixed_noise")
+def test_small_eigenvalues_become_their_mean() -> None:
+    """Two directions stand out of noise of size 2 sqrt(600) = 49; of the others only the mean is known."""
+    values = torch.linspace(5.0, 15.0, 300, dtype=torch.float64)
+    values[:2] = 1000.0
+    basis = torch.linalg.qr(torch.randn(300, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))[0]
+    found = torch.linalg.eigvalsh(privacy.noised(basis * values @ basis.mT, 2.0, symmetric=True))
+    assert float(found[-2:].mean()) == pytest.approx(1000.0, rel=0.02)
+    torch.testing.assert_close(found[:-2], found[:1].expand(298))
+    assert float(found[0]) == pytest.approx(10.0, rel=0.05)
+    assert int((privacy.noised(torch.diag(values[:1]), 1e6, symmetric=True) > 0).sum()) <= 1
+
+
 def test_noise_comes_from_the_system_and_leaves_the_generators_alone() -> None:
     torch.manual_seed(0)
     model, data = nn.Linear(3, 2), [(torch.randn(50, 3), torch.randint(0, 2, (50,)))]

@@ -166,11 +166,12 @@ def private_quantile(norms: Sequence[float], quantile: float, deviation: float) 
 
 
 def noised(total: Tensor, deviation: float, *, symmetric: bool) -> Tensor:
-    """Add Gaussian noise to a sum, and remove what cannot be told from noise.
+    """Add Gaussian noise to a sum, and average over what cannot be told from noise.
 
     The noise of a symmetric matrix is symmetric: in an orthonormal basis of the symmetric matrices each coordinate has
-    the given deviation. Its largest eigenvalue is about sqrt(2 n) times the deviation (Wigner's semicircle), and
-    eigenvalues below it are set to zero; so are negative entries of a diagonal. Neither reads the data again.
+    the given deviation. Its largest eigenvalue is about sqrt(2 n) times the deviation (Wigner's semicircle). All
+    eigenvalues below it are replaced by their mean, which is known far better than each of them, or by zero if the mean
+    is below 3 / sqrt(n) deviations, too. Negative entries of a diagonal become zero. Neither reads the data again.
 
     Args:
         total: The sum, (..., n, n) if it is symmetric.
@@ -185,6 +186,9 @@ def noised(total: Tensor, deviation: float, *, symmetric: bool) -> Tensor:
         return (widened(total) + deviation * noise.to(widened(total))).clamp_min(0).to(total)
     matrix = widened(total) + deviation * ((noise + noise.mT) / 2).to(widened(total))
     values, vectors = torch.linalg.eigh(matrix)
-    values = torch.where(values > math.sqrt(2 * total.shape[-1]) * deviation, values, 0)
+    size = total.shape[-1]
+    large = values > math.sqrt(2 * size) * deviation
+    mean = values.masked_fill(large, 0).sum(-1, keepdim=True) / (~large).sum(-1, keepdim=True).clamp_min(1)
+    values = torch.where(large, values, torch.where(mean > 3 / math.sqrt(size) * deviation, mean, 0))
     found: Tensor = (vectors * values.unsqueeze(-2)) @ vectors.mT
     return ((found + found.mT) / 2).to(total)
