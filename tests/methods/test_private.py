@@ -8,12 +8,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
 import limpet
+from limpet.curvature import privacy
 from limpet.experiments.console import show_inspection
 from limpet.methods.inspect import inspect
 from limpet.precision.kronecker import Kronecker
@@ -147,11 +149,12 @@ def recovered(memory: limpet.Memory) -> Tensor | None:
     return largest[:-1] / largest[-1]
 
 
-def test_one_example_is_recovered_unless_the_memory_is_private() -> None:
+def test_one_example_is_recovered_unless_the_memory_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(privacy, "random_bytes", np.random.default_rng(0).bytes)
     data = task(1)
     plain, private = limpet.OnlineLaplace(network()), limpet.OnlineLaplace(network())
     plain.consolidate(data)
     torch.testing.assert_close(recovered(plain), data[0][0][0], rtol=1e-4, atol=1e-4)
     private.consolidate(data, privacy=BUDGET)
     guess = recovered(private)
-    assert guess is None or float((guess - data[0][0][0]).norm()) > 0.3
+    assert guess is None or not float((guess - data[0][0][0]).norm()) < 0.3  # nan if the factor is zero

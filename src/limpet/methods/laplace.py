@@ -182,7 +182,7 @@ class Laplace(Memory):
             UnsupportedError: If `privacy` is combined with an option that it does not cover.
         """
         if privacy is not None:
-            check_private(self, privacy, checkpoint=checkpoint, probe=probe)
+            check_private(self, privacy, smoothing=self.smoothing, checkpoint=checkpoint, probe=probe)
         saved = self._checkpoint(checkpoint)
         rows = probe_rows(probe)
         fisher = self._measure(batches, examples, limit, forward, progress, saved, privacy)

@@ -12,15 +12,18 @@ from limpet.errors import PrivacyWarning, UnsupportedError, warn
 
 if TYPE_CHECKING:
     from limpet.curvature import Fisher
-    from limpet.methods.laplace import Laplace
+    from limpet.methods.memory import Memory
 
 
-def check_private(memory: Laplace, privacy: Any, *, checkpoint: str | Path | None, probe: int | None) -> None:
+def check_private(
+    memory: Memory, privacy: Any, *, smoothing: float, checkpoint: str | Path | None, probe: int | None
+) -> None:
     """Raise if a consolidation with this budget would release anything that the budget does not cover.
 
     Args:
         memory: The memory.
         privacy: The budget.
+        smoothing: The `smoothing` of the memory.
         checkpoint: The `checkpoint` of the consolidation.
         probe: The `probe` of the consolidation.
 
@@ -33,7 +36,7 @@ def check_private(memory: Laplace, privacy: Any, *, checkpoint: str | Path | Non
     refused = {
         "probe=": (probe is not None, "a probe stores inputs as they are: omit probe="),
         "checkpoint=": (checkpoint is not None, "a checkpoint contains sums without noise: omit checkpoint="),
-        "smoothing=": (bool(memory.smoothing), "its perturbations are measured without noise: use smoothing=0"),
+        "smoothing=": (bool(smoothing), "its perturbations are measured without noise: use smoothing=0"),
         "strength='auto'": (memory.strength == "auto", "it measures losses without noise: pass a number"),
         "a sharded model": (memory.sharded, "consolidate in a single process, without fully_shard"),
         "a probe in the memory": (bool(memory.probes), "its file contains inputs already: make another memory"),
