@@ -66,7 +66,7 @@ class Privacy:
         >>> memory.consolidate(data, privacy=limpet.Privacy(epsilon=8, delta=1e-5))
         >>> memory.privacy
         (Privacy(epsilon=8.0, delta=1e-05, clip=0.9),)
-        >>> round(1 / limpet.Privacy(epsilon=1, delta=1e-5).mu, 3)  # noise for a statistic of sensitivity 1
+        >>> round(1 / limpet.Privacy(epsilon=1, delta=1e-5).mu, 2)  # noise for a statistic of sensitivity 1
         3.73
     """
 
