@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from limpet import deprecation
+from limpet.curvature.privacy import Privacy
 from limpet.errors import (
     CurvatureError,
     FallbackWarning,
@@ -19,6 +20,7 @@ from limpet.errors import (
     LimpetWarning,
     MemoryFileError,
     NotProtectedWarning,
+    PrivacyWarning,
     SaveError,
     UnsupportedError,
 )
@@ -44,6 +46,8 @@ __all__ = [
     "NotProtectedWarning",
     "OnlineLaplace",
     "PerTaskLaplace",
+    "Privacy",
+    "PrivacyWarning",
     "SaveError",
     "SynapticIntelligence",
     "UnsupportedError",

@@ -61,6 +61,10 @@ class FallbackWarning(LimpetWarning):
     """Part of the model is protected with a different structure than requested."""
 
 
+class PrivacyWarning(LimpetWarning):
+    """Examples can be recovered from the memory, or the budget of `limpet.Privacy` promises nothing."""
+
+
 def _only_process() -> int:
     return 0
 

@@ -138,6 +138,18 @@ class KroneckerAccumulator(Accumulator):
             total = self._side(self.gradients, self.block.use(call.layer), side, diagonal=self.diagonal[side])
             add_gram(total, gradient.flatten(-3, -2), ones=False, diagonal=self.diagonal[side])
 
+    def fewer_inputs_than_side(self) -> bool:
+        """Whether an input factor is a matrix with fewer inputs (examples times positions) than rows.
+
+        The inputs then lie in the span of its eigenvectors of nonzero eigenvalue.
+        """
+        if self.diagonal["in"]:
+            return False
+        side = max(self.sizes["in"])
+        used = [use for use in map(self.block.use, self.block.layers) if use in self.count]
+        left = {self.block.use(layer) for layer in self.block.layers if layer.data_left}
+        return any(self.count[use] < side for use in used if use not in left)
+
     def add_example(self, gradient: Tensor) -> None:
         """Raise an error: per-sample gradients have no Kronecker factors."""
         raise UnsupportedError(

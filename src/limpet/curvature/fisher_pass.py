@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
+from limpet.curvature.accumulators import KroneckerAccumulator
 from limpet.curvature.batch_step import BatchStep, StepOptions, UnforeseenError
 from limpet.curvature.ddp import read_on_all_ranks
 from limpet.curvature.progress import Progress
 from limpet.curvature.structure import Structure
 from limpet.distributed import Ranks, ReplicatedBatches, current, rank_and_size
 from limpet.errors import CurvatureError, positive_whole
+from limpet.layers import MatrixLayer
 from limpet.likelihoods import Count, Likelihood
 from limpet.model.batch import FirstBatches, check_batches, needed_total, total_examples
 from limpet.model.blocks import Block
@@ -71,6 +73,7 @@ class Fisher:
         first: The first batches that were read.
         roots: Number of backward passes per batch.
         loss_scale: Factor that converts the likelihood's negative log likelihood to nats.
+        exposed: Names of the blocks whose inputs can be recovered from their Fisher, because it has too few of them.
     """
 
     blocks: list[Block]
@@ -83,6 +86,7 @@ class Fisher:
     first: FirstBatches
     roots: int = 1
     loss_scale: float = 1.0
+    exposed: tuple[str, ...] = ()
 
     def speaks_of(self, block: Block) -> bool:
         """Whether the task has curvature for the block: its parameters were used, and it has terms."""
@@ -275,6 +279,7 @@ class FisherPass(BatchStep):
         count = self._total(examples, total)
         scale = count / self.seen
         scale *= self.likelihood.fisher_scale(self.tally, empirical=self.fisher == "empirical")
+        exposed = self._of_all_ranks({block.name for block in self.blocks if self._exposes(block)})
         terms = {}
         for name in list(self.sums):  # pop one at a time, to free a block's sums before the next terms are allocated
             terms[name] = found = self.sums.pop(name).terms(scale)
@@ -292,4 +297,14 @@ class FisherPass(BatchStep):
             self.first,
             self.roots,
             loss_scale=self.likelihood.fisher_scale(self.tally, empirical=False),
+            exposed=tuple(sorted(exposed)),
         )
+
+    def _exposes(self, block: Block) -> bool:
+        """Whether the block has fewer inputs than its input factor has rows, so that they can be recovered from it."""
+        if block.name not in self.sums or not any(isinstance(layer, MatrixLayer) for layer in block.layers):
+            return False
+        accumulator = self.sums[block.name]
+        if isinstance(accumulator, KroneckerAccumulator):
+            return accumulator.fewer_inputs_than_side()
+        return self.rows < block.shape[-1]

@@ -11,6 +11,7 @@ from rich.table import Column, Table
 
 from limpet.experiments.record import Record
 from limpet.methods.inspect import BlockInspection, Inspection
+from limpet.methods.private import privacy_text
 from limpet.posterior.summary import numberless
 
 
@@ -45,6 +46,8 @@ def show_inspection(console: Console, found: Inspection, *, full: bool = False) 
     console.print(f"SHA-256 {found.sha256}", highlight=False, soft_wrap=True)
     if settings.get("probes"):
         console.print("contains a probe: inputs and the model's outputs at consolidation", highlight=False)
+    if any(found.privacy):
+        console.print(privacy_text(found.privacy).removeprefix(", "), highlight=False)
     console.print(_blocks(found.blocks, full))
     if found.history.tasks:
         learned = Table(

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from limpet.curvature import Fisher
-from limpet.errors import LimpetError
+from limpet.curvature.privacy import Privacy
+from limpet.errors import LimpetError, UnsupportedError
 from limpet.methods.laplace import Laplace, probe_rows
 from limpet.model import PER_SAMPLE, Forward
 from limpet.posterior import BlockPosterior
@@ -48,6 +49,7 @@ class ApproximateLaplace(Laplace):
         progress: bool = True,
         checkpoint: str | Path | None = None,
         probe: int | None = None,
+        privacy: Privacy | None = None,
     ) -> None:
         """Consolidate a task, and measure the curvature of all earlier tasks again at the new weights.
 
@@ -62,10 +64,17 @@ class ApproximateLaplace(Laplace):
             progress: Show a progress bar.
             checkpoint: Path prefix; the pass over task i is checkpointed to `{checkpoint}.{i}`.
             probe: Number of inputs of the new task to store for `drift`.
+            privacy: Not supported: measuring all tasks again would spend their budgets again.
 
         Raises:
+            UnsupportedError: If `privacy` is given.
             LimpetError: If `earlier` does not have the batches of every earlier task.
         """
+        if privacy is not None:
+            raise UnsupportedError(
+                "ApproximateLaplace measures the data of a task again after every later one, which would spend the "
+                "budget of privacy= each time: use limpet.OnlineLaplace"
+            )
         if len(earlier) != self.tasks:
             raise LimpetError(
                 f"ApproximateLaplace measures all {self.tasks} earlier tasks again: pass the batches of each as "

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from limpet.curvature.privacy import Privacy
 from limpet.forgetting.loss_curve import TaskHistory
 from limpet.io import tensor_file
 from limpet.methods import state_dict
+from limpet.methods.private import restored
 from limpet.posterior.summary import described
 from limpet.precision import STRUCTURES, Precision
 from limpet.precision.linalg import widened
@@ -61,6 +63,7 @@ class Inspection:
         blocks: Summary of every block.
         history: Record of the consolidated tasks.
         sha256: SHA-256 of the file, for `limpet.load(..., sha256=)`.
+        privacy: Budget of differential privacy of every task, None where there is none.
     """
 
     settings: Mapping[str, Any]
@@ -68,6 +71,7 @@ class Inspection:
     blocks: list[BlockInspection]
     history: TaskHistory
     sha256: str
+    privacy: tuple[Privacy | None, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -106,7 +110,8 @@ def inspect(path: str | Path) -> Inspection:
         examples = int(settings["examples"])
         blocks = [_block(entry, content.tensors, examples) for entry in metadata["blocks"]]
         history = TaskHistory.restore(settings.get("history"))
-        return Inspection(settings, str(metadata["library"]), blocks, history, tensors.sha256())
+        privacy = restored(state_dict.Settings(content).list("privacy"), int(settings["tasks"]))
+        return Inspection(settings, str(metadata["library"]), blocks, history, tensors.sha256(), privacy)
 
 
 def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], examples: int) -> BlockInspection:

@@ -19,6 +19,7 @@ from limpet.errors import (
     LimpetError,
     LimpetWarning,
     NotProtectedWarning,
+    UnsupportedError,
     finite_number,
     positive_whole,
     warn,
@@ -28,6 +29,13 @@ from limpet.forgetting.loss_curve import Curve
 from limpet.likelihoods import Likelihood
 from limpet.methods.limits import check_strength
 from limpet.methods.memory import MAX_FACTOR_SIZE, NO_PROBE, Memory
+from limpet.methods.private import (
+    check_private,
+    described,
+    privacy_text,
+    restored,
+    warn_of_exposed_inputs,
+)
 from limpet.methods.repair_pass import RepairOptions, repaired
 from limpet.model import PER_SAMPLE, Forward, counted_examples, full_precision
 from limpet.model.batch import FirstBatches
@@ -38,6 +46,7 @@ from limpet.precision import Precision
 if TYPE_CHECKING:
     from limpet.curvature.batch_step import StepOptions
     from limpet.curvature.checkpoint import Checkpoint
+    from limpet.curvature.privacy import Privacy
     from limpet.forgetting.forecast import Forecast
     from limpet.forgetting.probe import Probe
     from limpet.forgetting.repair import Repair
@@ -134,6 +143,7 @@ class Laplace(Memory):
         if fisher not in FISHERS:
             raise ValueError(f"fisher must be one of {', '.join(FISHERS)}, not {fisher!r}")
         self.smoothing = finite_number("smoothing", smoothing)
+        self.privacy: tuple[Privacy | None, ...] = ()
         self.fisher, self.draws, self.seed = fisher, positive_whole("draws", draws), whole_number("seed", seed)
         super().__init__(
             model,
@@ -158,13 +168,35 @@ class Laplace(Memory):
         progress: bool = True,
         checkpoint: str | Path | None = None,
         probe: int | None = None,
+        privacy: Privacy | None = None,
     ) -> None:
-        """Consolidate the task in one pass over its data (two with `smoothing`); see `Memory.consolidate`."""
+        """Consolidate the task in one pass over its data; see `Memory.consolidate`.
+
+        `smoothing` and `privacy` need two passes.
+
+        Args:
+            batches: As for `Memory.consolidate`, and so are the other arguments except `privacy`.
+            examples: N, if the batches are only some of the task's examples.
+            limit: Use at most this many examples, and scale the Fisher up to all of them.
+            forward: `forward(model, batch)` returns `(outputs, targets)`.
+            progress: Show a progress bar.
+            checkpoint: Path of a file to which a long pass is saved.
+            probe: Number of inputs to store for `drift`.
+            privacy: Budget of differential privacy. The curvature gets noise, such that it hardly depends on any single
+                example; the loss curve is not measured, because it is not covered. Examples are processed one at a
+                time. Without it, and with fewer examples than an input factor has rows, a `PrivacyWarning` says
+                that examples can be recovered from the memory.
+
+        Raises:
+            UnsupportedError: If `privacy` is combined with an option that it does not cover.
+        """
+        if privacy is not None:
+            check_private(self, privacy, smoothing=self.smoothing, checkpoint=checkpoint, probe=probe)
         saved = self._checkpoint(checkpoint)
         rows = probe_rows(probe)
-        fisher = self._measure(batches, examples, limit, forward, progress, saved)
+        fisher = self._measure(batches, examples, limit, forward, progress, saved, privacy)
         probes = () if rows is None else (self._record_probe(fisher.first.take(rows), forward),)
-        self._settle([fisher], forward)
+        self._settle([fisher], forward, privacy)
         self.probes += probes
         if saved is not None:
             saved.remove()
@@ -216,6 +248,7 @@ class Laplace(Memory):
         forward: Forward | None,
         progress: bool,
         checkpoint: Checkpoint | None = None,
+        privacy: Privacy | None = None,
     ) -> Fisher:
         self._reject_inside_protect()
         if self.smoothing or self._automatic:
@@ -223,7 +256,7 @@ class Laplace(Memory):
             reject_sharded(self.posterior.sharding, what, "pass a number as strength=, and omit smoothing=")
         with torch.inference_mode(False):
             displacement = self._perturbation(batches, examples, limit, forward) if self.smoothing else None
-            return self._pass(forward, displacement).run(
+            return self._pass(forward, displacement, privacy).run(
                 batches, examples=examples, limit=limit, progress=progress, checkpoint=checkpoint
             )
 
@@ -240,8 +273,13 @@ class Laplace(Memory):
 
         Raises:
             LimpetError: If the weights have changed since the last consolidation.
+            UnsupportedError: If a task was consolidated with `privacy`.
         """
         self._reject_inside_protect()
+        if any(self.privacy):
+            raise UnsupportedError(
+                "this memory has private tasks, but a probe would store inputs as they are: keep the inputs elsewhere"
+            )
         weights = self.posterior.weights()
         for held in self.posterior.held.values():
             moved = held.displacement(weights).norm() if held.tasks else 0.0
@@ -295,10 +333,16 @@ class Laplace(Memory):
         strength = 1.0 if self._automatic else self._strength
         return weight_perturbation(self.posterior, look, strength, self.smoothing, self.seed + self.tasks)
 
-    def _pass(self, forward: Forward | None, displacement: Displacement | None) -> FisherPass:
+    def _pass(
+        self, forward: Forward | None, displacement: Displacement | None, privacy: Privacy | None = None
+    ) -> FisherPass:
         blocks, sharding = self._planned(), self.posterior.sharding
         measured = self.model, blocks, self.likelihood, self.posterior.structure
         options = self._step_options(forward)
+        if privacy is not None:
+            from limpet.curvature.private_pass import PrivatePass
+
+            return PrivatePass(*measured, privacy=privacy, **options)
         if sharding is None:
             return FisherPass(*measured, displacement=displacement, **options)
         from limpet.curvature.fsdp import ShardedPass
@@ -312,19 +356,23 @@ class Laplace(Memory):
         """Return the options of the next pass: the settings of this memory, with a seed of its own for every task."""
         return {"fisher": self.fisher, "draws": self.draws, "seed": self.seed + self.tasks, "forward": forward}
 
-    def _settle(self, fishers: list[Fisher], forward: Forward | None) -> None:
+    def _settle(self, fishers: list[Fisher], forward: Forward | None, privacy: Privacy | None = None) -> None:
         """Update the memory with the measured Fishers, of which the last is that of the newest task."""
         with full_precision(), torch.inference_mode(False):
             with self._all_or_nothing():
                 self._add_task(fishers, forward)
-            if not self._automatic:
-                self._measure_curve(fishers[-1], forward)
+                self.privacy = (*self.privacy, privacy)
+            if privacy is None:
+                warn_of_exposed_inputs(fishers)
+                if not self._automatic:
+                    self._measure_curve(fishers[-1], forward)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """Restore the memory if the body raises."""
         held, constant = dict(self.posterior.held), self.posterior.constant
-        names = ("_strength", "_direct", "history", "unused", "examples", "tasks", "_proximal_state", "_trained_with")
+        names = ["_strength", "_direct", "history", "unused", "examples", "tasks", "_proximal_state", "_trained_with"]
+        names.append("privacy")
         before = {name: getattr(self, name) for name in names}
         try:
             yield
@@ -423,9 +471,13 @@ class Laplace(Memory):
                 precision = precision.add(term, self._strength)
         return precision
 
+    @property
+    def _content_text(self) -> str:
+        return super()._content_text + privacy_text(self.privacy)
+
     def _settings(self) -> dict[str, Any]:
         own = {"fisher": self.fisher, "smoothing": self.smoothing, "draws": self.draws, "seed": self.seed}
-        return {**super()._settings(), **own}
+        return {**super()._settings(), **own, **described(self.privacy)}
 
     def _read_settings(self, settings: state_dict.Settings) -> dict[str, Any]:
         return {
@@ -434,4 +486,5 @@ class Laplace(Memory):
             "smoothing": settings.number("smoothing", 0.0),
             "draws": max(settings.whole("draws"), 1),
             "seed": settings.whole("seed"),
+            "privacy": restored(settings.list("privacy"), settings.whole("tasks")),
         }

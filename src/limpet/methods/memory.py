@@ -631,12 +631,13 @@ class Memory(ABC):
         chosen = f" ({self._strength:.2g} for the last task)" if self._automatic and self.tasks else ""
         title = (
             f"{type(self).__name__}: {self.structure}, strength {self._strength_text}{chosen}, {self.tasks} tasks, "
-            f"{self.examples:,} examples{self._probe_text}"
+            f"{self.examples:,} examples{self._content_text}"
         )
         return report(self.posterior, title, exclude=self.exclude, unused=self.unused, full=full)
 
     @property
-    def _probe_text(self) -> str:
+    def _content_text(self) -> str:
+        """What the memory contains besides curvature, for the report."""
         rows = sum(probe.rows for probe in self.probes)
         return f", a probe that holds {rows:,} inputs" if rows else ""
 
