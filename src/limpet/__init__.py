@@ -19,6 +19,7 @@ from limpet.errors import (
     LimpetWarning,
     MemoryFileError,
     NotProtectedWarning,
+    RankError,
     SaveError,
     UnsupportedError,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "NotProtectedWarning",
     "OnlineLaplace",
     "PerTaskLaplace",
+    "RankError",
     "SaveError",
     "SynapticIntelligence",
     "UnsupportedError",

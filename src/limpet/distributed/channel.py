@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -200,17 +201,15 @@ class Channel:
     def _answer(self) -> None:
         """Answer for a rank that computes, as long as it lives, when others ask in the store who does."""
         store = self._store.clone() if hasattr(self._store, "clone") else self._store
-        answered = False
-        while not self._stop.wait(0.1 if answered else POLL_SECONDS):
-            try:
-                if not answered and store.check([self._key("lost")]):
+        with suppress(RuntimeError):  # the store has ended
+            while not self._stop.wait(POLL_SECONDS):
+                if store.check([self._key("lost")]):
                     store.set(self._key("here", self.rank), "")
-                    answered = True
-                if answered and store.check([self._key("verdict")]):
+                    break
+            while not self._stop.wait(POLL_SECONDS / 10):
+                if store.check([self._key("verdict")]):
                     self._heard.append(store.get(self._key("verdict")).decode())
-                    return
-            except RuntimeError:
-                return  # the store has ended
+                    break
 
     def _all_here(self, operation: str) -> bool:
         """Wait until all ranks are about to create the channel, because new_group would wait without a message."""

@@ -145,9 +145,7 @@ class Operation:
         self.number += 1
         return Position(self.number, self.name, collective, detail)
 
-    def _exchange(
-        self, at: Position, payload: bytes, *, failed: bool, seconds: float | None = None
-    ) -> list[bytes]:
+    def _exchange(self, at: Position, payload: bytes, *, failed: bool, seconds: float | None = None) -> list[bytes]:
         texts = (_cut(text, size) for text, size in zip(at[1:], (40, 64, 96), strict=True))
         header = MESSAGE.pack(failed, at.number, len(payload), *texts)
         room = LENGTH - MESSAGE.size
@@ -248,7 +246,6 @@ def together(
         with ExitStack() as stack:
             if runs_model:
                 stack.enter_context(_numbered_model_collectives(ranks))
-            meet(ranks, "the start")
             if alike is not None:
                 compare(ranks, alike())
             yield

@@ -1,7 +1,7 @@
 """Collectives over the ranks that compute a memory together, built on torch.distributed.
 
-Every collective begins with a meeting (`limpet.distributed.failure`), at which the ranks compare where they are and hear
-of failures.
+Every collective begins with a meeting (`limpet.distributed.failure`), at which the ranks compare where they are and
+hear of failures.
 """
 
 from __future__ import annotations

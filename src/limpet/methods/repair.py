@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
 from limpet.curvature import Fisher, FisherPass
-from limpet.distributed import ReplicatedBatches, current
+from limpet.distributed import ReplicatedBatches, current, together
 from limpet.errors import (
     CurvatureError,
     LimpetError,
@@ -120,51 +121,59 @@ def repair(
     for name, value in (("strength", strength), ("tolerance", tolerance), ("budget", budget)):
         if value is not None:
             finite_number(name, value)
-    own = _usable(memory, model)
-    if budget is not None and not own.probes:
-        raise LimpetError(NO_PROBE)
-    shared = isinstance(batches, ReplicatedBatches)
-    split = HeldOutSplit(
-        batches.batches if isinstance(batches, ReplicatedBatches) else batches, hold_out=tolerance is not None
-    )
-    counted = examples is not None or limit is not None
-    with full_precision(), torch.inference_mode(False):
-        given = ReplicatedBatches(split) if shared else split
-        fisher = _new_fisher(own, given, examples, limit, forward, likelihood, progress)
-        if tolerance is not None and not split.held:
-            raise LimpetError(TOO_FEW)
-        held_out = split.held or fisher.first.take(MOST_HELD_OUT // HELD_OUT)
-        look = LossProbe(own.model, held_out, fisher_likelihood(own, likelihood), forward, own.seed)
+    with ExitStack() as undo:
+        with together("repair", current()), full_precision(), torch.inference_mode(False):
+            own = _usable(memory, model)
+            if budget is not None and not own.probes:
+                raise LimpetError(NO_PROBE)
+            shared = isinstance(batches, ReplicatedBatches)
+            split = HeldOutSplit(
+                batches.batches if isinstance(batches, ReplicatedBatches) else batches, hold_out=tolerance is not None
+            )
+            counted = examples is not None or limit is not None
+            given = ReplicatedBatches(split) if shared else split
+            fisher = _new_fisher(own, given, examples, limit, forward, likelihood, progress)
+            if tolerance is not None and not split.held:
+                raise LimpetError(TOO_FEW)
+            held_out = split.held or fisher.first.take(MOST_HELD_OUT // HELD_OUT)
+            look = LossProbe(own.model, held_out, fisher_likelihood(own, likelihood), forward, own.seed)
 
-        def loss() -> float:
-            with preserve_state(own.model):
-                return fisher.loss_scale * look.loss({})
+            def loss() -> float:
+                with preserve_state(own.model):
+                    return fisher.loss_scale * look.loss({})
 
-        if not math.isfinite(loss()):  # before any weight moves, so that sampled targets come from the tuned model
-            raise LimpetError("the loss on the new data is not finite: check the data for inf, nan or missing targets")
+            if not math.isfinite(loss()):  # before any weight moves, so that sampled targets come from the tuned model
+                raise LimpetError(
+                    "the loss on the new data is not finite: check the data for inf, nan or missing targets"
+                )
 
-        def drift() -> float:
-            found, ranks = own.drift(forward=probe_forward), current()
-            if ranks is None:
-                return float(found)
-            total, examples = ranks.numbers(
-                float(found) * found.examples, found.examples
-            )  # every rank has its own probe
-            return total / examples
+            def drift() -> float:
+                found, ranks = own.drift(forward=probe_forward), current()
+                if ranks is None:
+                    return float(found)
+                total, examples = ranks.numbers(
+                    float(found) * found.examples, found.examples
+                )  # every rank has its own probe
+                return total / examples
 
-        measures = Measures(forecast=lambda: float(own.forecast()), loss=loss, drift=drift if own.probes else None)
-        found = solve(
-            own.posterior, fisher, measures, weight=1.0 if counted else split.share, rank=rank, progress=progress
-        )
-        try:
+            measures = Measures(forecast=lambda: float(own.forecast()), loss=loss, drift=drift if own.probes else None)
+            found = solve(
+                own.posterior,
+                fisher,
+                measures,
+                weight=1.0 if counted else split.share,
+                rank=rank,
+                progress=progress,
+            )
+            undo.callback(found.undo)
             if tolerance is not None:
-                return found.within_tolerance(tolerance, scale)
-            if budget is not None:
-                return found.within_budget(budget, scale)
-            return found.at(1.0 if strength is None else strength, scale)
-        except BaseException:
-            found.undo()
-            raise
+                found.within_tolerance(tolerance, scale)
+            elif budget is not None:
+                found.within_budget(budget, scale)
+            else:
+                found.at(1.0 if strength is None else strength, scale)
+        undo.pop_all()  # it has succeeded, on all ranks
+    return found
 
 
 def _usable(memory: Memory, model: nn.Module) -> Laplace:

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from limpet.distributed import current, is_sharded, local
 from limpet.distributed.dtensor import Layout
 
+CHUNK = 2**22
+"""Elements whose bits are summed at a time."""
+
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -30,6 +33,39 @@ def fingerprint_of_weights(parameters: Mapping[str, nn.Parameter]) -> str:
     sums = torch.stack([_sums(name, parameters[name]) for name in names]) if names else torch.zeros(0, 2)
     lines = [f"{name} {parameters[name].requires_grad} {row}" for name, row in zip(names, sums.tolist(), strict=True)]
     return "\n".join(lines)
+
+
+@torch.no_grad()
+def fingerprint_of_replica(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """Compute what must be the same on all ranks for every parameter; for replicated ones that includes the values.
+
+    The sums are computed on the device of the parameter, a few million elements at a time.
+
+    Args:
+        parameters: The parameters by name.
+
+    Returns:
+        Shape, dtype, whether it is trainable and, unless the parameter is sharded, a hash of its bits, by name.
+    """
+    found = {}
+    for name, parameter in parameters.items():
+        described = f"{tuple(parameter.shape)} {parameter.dtype} {'' if parameter.requires_grad else 'frozen '}"
+        found[name] = described + ("sharded" if is_sharded(parameter) else f"with bits {_hash_of_bits(parameter)}")
+    return found
+
+
+def _hash_of_bits(parameter: Tensor) -> str:
+    """Two sums over the bits of a tensor, modulo 2^64: a plain one and one weighted by the position."""
+    flat = parameter.detach().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    total = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), CHUNK):
+        bits = flat[start : start + CHUNK].view(BITS[flat.element_size()]).to(torch.int64)
+        odd = 2 * torch.arange(start, start + bits.numel(), device=bits.device) + 1
+        total += torch.stack([bits.sum(), (bits * odd).sum()])
+    plain, weighted = (value & (2**64 - 1) for value in total.tolist())
+    return f"{plain:016x}{weighted:016x}"
 
 
 def _sums(name: str, parameter: Tensor) -> Tensor:
