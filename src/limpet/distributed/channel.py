@@ -13,7 +13,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -151,17 +151,17 @@ class Channel:
     def _lost(self, where: str) -> RankError:
         """The error of ranks that have lost connection: all that still live raise the same."""
 
-        def text(missing: list[int]) -> str:
+        def text(missing: Sequence[int]) -> str:
             if not missing:
                 return f"{where}: the connection between the ranks was lost; start all ranks again"
             return f"{where}: {_named(missing)} ended; start all ranks again"
 
         return self._agree(text, "here")
 
-    def _late(self, where: str, seconds: float, key: str = "waited") -> RankError:
-        """The error of ranks that have waited too long."""
+    def _late(self, where: str, seconds: float, absent: Sequence[int] | None = None) -> RankError:
+        """The error of ranks that have waited too long, for `absent` or for those that do not wait themselves."""
 
-        def text(missing: list[int]) -> str:
+        def text(missing: Sequence[int]) -> str:
             if not missing:
                 return f"{where}: the ranks waited for each other for {seconds:g} s; start all ranks again"
             return (
@@ -169,14 +169,15 @@ class Channel:
                 "methods, and limpet.distributed.set_timeout sets a longer time"
             )
 
-        return self._agree(text, key)
+        return self._agree(text, "waited", absent)
 
-    def _agree(self, text: Callable[[list[int]], str], key: str) -> RankError:
+    def _agree(self, text: Callable[[Sequence[int]], str], key: str, absent: Sequence[int] | None = None) -> RankError:
+        """Agree on one message with all ranks that set `key`: the first one that is written is everybody's."""
         try:
             self._store.set(self._key("here", self.rank), "")
             self._store.set(self._key(key, self.rank), "")
             self._store.set(self._key("lost"), "")
-            missing = self._missing(key, time.monotonic() + ANSWER_SECONDS, until="verdict")
+            missing = self._missing(key, ANSWER_SECONDS, until="verdict") if absent is None else absent
             said = f"{missing[0] if missing else ''}\n{text(missing)}"
             verdict = self._store.compare_set(self._key("verdict"), "", said).decode()
         except RuntimeError:  # the store has ended
@@ -186,9 +187,9 @@ class Channel:
         self.broken = RankError(message, int(rank) if rank else None)
         return self.broken
 
-    def _missing(self, key: str, deadline: float, until: str | None = None) -> list[int]:
-        """The ranks that have not set their key in the store until the deadline, or until another key is set."""
-        pause = 0.001
+    def _missing(self, key: str, seconds: float, until: str | None = None) -> list[int]:
+        """The ranks that do not set their key in the store in this time, or before another key is set."""
+        pause, deadline = 0.001, time.monotonic() + seconds
         missing = list(range(self.size))
         while True:
             missing = [rank for rank in missing if not self._store.check([self._key(key, rank)])]
@@ -214,8 +215,9 @@ class Channel:
     def _all_here(self, operation: str) -> bool:
         """Wait until all ranks are about to create the channel, because new_group would wait without a message."""
         self._store.set(self._key("hello", self.rank), operation)
-        if self._missing("hello", time.monotonic() + _timeout):
-            self._late(operation, _timeout, "hello")
+        absent = self._missing("hello", _timeout)
+        if absent:
+            self._late(operation, _timeout, absent)
         elif self._store.check([self._key("lost")]):  # the others have waited too long for this rank
             self._lost(operation)
         return self.broken is None

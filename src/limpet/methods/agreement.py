@@ -52,8 +52,7 @@ def sharing(memory: Memory, operation: str) -> AbstractContextManager[None]:
 
 def _of_memory(memory: Memory) -> dict[str, Any]:
     settings = {f"the setting {name}": v for name, v in memory._settings().items() if name not in OF_ONE_RANK}
-    weights = fingerprint_of_replica(memory.posterior.parameters())
-    return {**settings, **{f"the weights {name}": value for name, value in weights.items()}}
+    return {**settings, **fingerprint_of_replica(memory.posterior.parameters())}
 
 
 def _plain(value: Any) -> Any:

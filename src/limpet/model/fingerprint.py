@@ -37,7 +37,7 @@ def fingerprint_of_weights(parameters: Mapping[str, nn.Parameter]) -> str:
 
 @torch.no_grad()
 def fingerprint_of_replica(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Compute what must be the same on all ranks for every parameter; for replicated ones that includes the values.
+    """Describe every parameter by what must be the same on all ranks, which for replicated ones includes the values.
 
     The sums are computed on the device of the parameter, a few million elements at a time.
 
@@ -45,12 +45,14 @@ def fingerprint_of_replica(parameters: Mapping[str, nn.Parameter]) -> dict[str, 
         parameters: The parameters by name.
 
     Returns:
-        Shape, dtype, whether it is trainable and, unless the parameter is sharded, a hash of its bits, by name.
+        Shape, dtype and whether it is trainable, for every parameter, and a hash of the values unless it is sharded.
     """
     found = {}
     for name, parameter in parameters.items():
-        described = f"{tuple(parameter.shape)} {parameter.dtype} {'' if parameter.requires_grad else 'frozen '}"
-        found[name] = described + ("sharded" if is_sharded(parameter) else f"with bits {_hash_of_bits(parameter)}")
+        kind = f"{tuple(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
+        found[f"the parameter {name}"] = kind if parameter.requires_grad else f"{kind} (frozen)"
+        if not is_sharded(parameter):
+            found[f"the values of {name}"] = f"hash {_hash_of_bits(parameter)}"
     return found
 
 
