@@ -80,8 +80,8 @@ class Injected(Exception):
     """Not an error of the library."""
 
 
-def inject(before: int, life: Callable[[], Any]) -> tuple[int, Any]:
-    """Run it with an exception before one of its meetings; the number of meetings, and what was raised or returned."""
+def inject(before: int, life: Callable[[], Any]) -> Any:
+    """Run it with an exception before one of its meetings; return what it raised, or its result."""
     count, real = 0, failure.meet
 
     def meet(*args: Any, **options: Any) -> Any:
@@ -93,11 +93,9 @@ def inject(before: int, life: Callable[[], Any]) -> tuple[int, Any]:
 
     with patch.object(failure, "meet", meet):
         try:
-            return count, life()
+            return life()
         except limpet.RankError as error:
-            return count, error
-        finally:
-            count = count + 0
+            return error
 
 
 def gathered(value: Any) -> list[Any]:
@@ -115,7 +113,7 @@ def every(kind: str, rank: int, size: int, stride: int = 1) -> None:
         for failing in range(size):
             for number in range(1 + failing % stride, count + 1, stride):
                 before = time.monotonic()
-                _, raised = inject(number if rank == failing else 0, lambda: whole_life(kind, rank, path))
+                raised = inject(number if rank == failing else 0, lambda: whole_life(kind, rank, path))
                 assert isinstance(raised, limpet.RankError), (rank, failing, number, raised)
                 assert raised.rank == failing and f"rank {failing}: Injected: before {number}" in str(raised)
                 assert isinstance(raised.__cause__, Injected) == (rank == failing), (rank, failing, number)

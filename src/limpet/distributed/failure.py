@@ -70,7 +70,7 @@ class Position(NamedTuple):
     detail: str
 
     def __str__(self) -> str:
-        detail = f" of {self.detail}" if self.detail else ""
+        detail = f", {self.detail}" if self.detail else ""
         return f"collective {self.number} of {self.operation} ({self.collective}{detail})"
 
 
@@ -291,7 +291,7 @@ def compare(ranks: Members, items: Mapping[str, Any]) -> None:
         if other is not None:
             first = values.index(usual)
             raise RankError(
-                f"the ranks differ in {name}: it is {values[other][1]} on rank {other}, but {usual[1]} on rank {first}",
+                f"the ranks differ in {name}: {values[other][1]} on rank {other}, but {usual[1]} on rank {first}",
                 other,
             )
 

@@ -110,7 +110,7 @@ class Ranks:
     def numbers(self, *values: float) -> list[float]:
         """Sum each of the numbers over all ranks, in float64."""
         total = torch.tensor(values, dtype=torch.float64, device=self._device({}))
-        failure.meet(self, "sum of numbers", f"{len(values)} numbers")
+        failure.meet(self, "sum of numbers", f"{len(values)} of them")
         dist.all_reduce(total)
         return [float(value) for value in total]
 
