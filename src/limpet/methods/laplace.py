@@ -237,6 +237,7 @@ class Laplace(Memory):
             LimpetError: If the weights have changed since the last consolidation.
         """
         self._reject_inside_protect()
+        self._reject_sharded("add_probe")
         weights = self.posterior.weights()
         for held in self.posterior.held.values():
             moved = held.displacement(weights).norm() if held.tasks else 0.0

@@ -131,7 +131,8 @@ class Memory(ABC):
         self._trained_with: int | None = None  # N of the last protected training run
         self._proximal_state: ProximalState | None = None  # of the current training run
         self._resume: ProximalState | None = None  # of a loaded run, for the next `protect`
-        self.posterior.arrange(self._planned())
+        with sharing(self, type(self).__name__):
+            self.posterior.arrange(self._planned())
         say_what_is_not_protected(self.model, self._planned())
 
     @property
@@ -290,7 +291,8 @@ class Memory(ABC):
         from limpet.protection.protection import Protection
 
         self._reject_inside_protect()
-        self.posterior.arrange(self._planned())
+        with sharing(self, "protect"):
+            self.posterior.arrange(self._planned())
         return Protection(
             self.posterior,
             optimizer,
