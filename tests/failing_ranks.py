@@ -1,7 +1,7 @@
 """What every rank does in tests of failures: `python -m torch.distributed.run --nproc-per-node N failing_ranks.py ...`.
 
 failing_ranks.py every replicated|sharded [STRIDE]   an exception on every rank before every collective (or every
-                                                     STRIDE-th): all ranks raise the same, and go on in one process group
+                                                     STRIDE-th): all ranks raise the same, and can go on
 failing_ranks.py differ                              ranks whose settings, weights, batches or calls differ
 failing_ranks.py interrupted                         exceptions that no LimpetError is, in loaders and layers
 failing_ranks.py killed replicated|sharded RANK      kill -9 of a rank in the middle of a pass
@@ -76,7 +76,7 @@ def moved(model: nn.Module) -> nn.Module:
     return model
 
 
-class Injected(Exception):
+class InjectedError(Exception):
     """Not an error of the library."""
 
 
@@ -88,7 +88,7 @@ def inject(before: int, life: Callable[[], Any]) -> Any:
         nonlocal count
         count += 1
         if count == before:
-            raise Injected(f"before {count}")
+            raise InjectedError(f"before {count}")
         return real(*args, **options)
 
     with patch.object(failure, "meet", meet):
@@ -115,8 +115,8 @@ def every(kind: str, rank: int, size: int, stride: int = 1) -> None:
                 before = time.monotonic()
                 raised = inject(number if rank == failing else 0, lambda: whole_life(kind, rank, path))
                 assert isinstance(raised, limpet.RankError), (rank, failing, number, raised)
-                assert raised.rank == failing and f"rank {failing}: Injected: before {number}" in str(raised)
-                assert isinstance(raised.__cause__, Injected) == (rank == failing), (rank, failing, number)
+                assert raised.rank == failing and f"rank {failing}: InjectedError: before {number}" in str(raised)
+                assert isinstance(raised.__cause__, InjectedError) == (rank == failing), (rank, failing, number)
                 assert len(set(gathered(str(raised)))) == 1
                 slowest, injections = max(slowest, time.monotonic() - before), injections + 1
         assert whole_life(kind, rank, path) == good
