@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from limpet.distributed import ReplicatedBatches, current, together
 from limpet.model.fingerprint import fingerprint_of_replica
-
-if TYPE_CHECKING:
-    from limpet.methods.memory import Memory
+from limpet.posterior import Posterior
 
 OF_ONE_RANK = ("probes", "history")
 """Settings that may differ: every rank has its own probe, and loss curves are measured."""
 
 
-def consolidating(memory: Memory, batches: Any, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
+def consolidating(
+    posterior: Posterior, settings: Callable[[], Mapping[str, Any]], batches: Any, arguments: Mapping[str, Any]
+) -> AbstractContextManager[None]:
     """Guard a pass of all ranks over data, such as a consolidation.
 
     Args:
-        memory: The memory.
+        posterior: The posterior of the memory.
+        settings: Returns the settings of the memory.
         batches: The batches of this rank.
         arguments: The other arguments, by name. Of those that are not numbers, it is compared whether they are given.
 
@@ -31,28 +32,24 @@ def consolidating(memory: Memory, batches: Any, arguments: Mapping[str, Any]) ->
     def alike() -> dict[str, Any]:
         given = {f"the argument {name}": _plain(value) for name, value in arguments.items()}
         kind = "replicated" if isinstance(batches, ReplicatedBatches) else "a share of this rank"
-        return {**_of_memory(memory), **given, "the kind of batches": kind}
+        chosen = {f"the setting {name}": value for name, value in settings().items() if name not in OF_ONE_RANK}
+        weights = fingerprint_of_replica(posterior.parameters())
+        return {**chosen, **weights, **given, "the kind of batches": kind}
 
-    return together("consolidate", current(), alike, runs_model=memory.sharded)
+    return together("consolidate", current(), alike, runs_model=posterior.sharding is not None)
 
 
-def sharing(memory: Memory, operation: str) -> AbstractContextManager[None]:
+def sharing(posterior: Posterior, operation: str) -> AbstractContextManager[None]:
     """Guard an operation that is a collective if the memory is sharded, and local otherwise.
 
     Args:
-        memory: The memory.
+        posterior: The posterior of the memory.
         operation: The name of the operation.
 
     Returns:
         A context manager for the operation.
     """
-    sharding = memory.posterior.sharding
-    return together(operation, None if sharding is None else current())
-
-
-def _of_memory(memory: Memory) -> dict[str, Any]:
-    settings = {f"the setting {name}": v for name, v in memory._settings().items() if name not in OF_ONE_RANK}
-    return {**settings, **fingerprint_of_replica(memory.posterior.parameters())}
+    return together(operation, None if posterior.sharding is None else current())
 
 
 def _plain(value: Any) -> Any:

@@ -300,7 +300,7 @@ class Laplace(Memory):
     def _on_all_ranks(self, batches: Iterable[Any], arguments: Mapping[str, Any]) -> Iterator[None]:
         """Guard a consolidation: if it fails on a rank, the memory is restored on all of them."""
         restoring = self._all_or_nothing() if current() is not None else nullcontext()
-        with restoring, consolidating(self, batches, arguments):
+        with restoring, consolidating(self.posterior, self._settings, batches, arguments):
             yield
 
     @contextmanager

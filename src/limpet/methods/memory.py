@@ -131,7 +131,7 @@ class Memory(ABC):
         self._trained_with: int | None = None  # N of the last protected training run
         self._proximal_state: ProximalState | None = None  # of the current training run
         self._resume: ProximalState | None = None  # of a loaded run, for the next `protect`
-        with sharing(self, type(self).__name__):
+        with sharing(self.posterior, type(self).__name__):
             self.posterior.arrange(self._planned())
         say_what_is_not_protected(self.model, self._planned())
 
@@ -291,7 +291,7 @@ class Memory(ABC):
         from limpet.protection.protection import Protection
 
         self._reject_inside_protect()
-        with sharing(self, "protect"):
+        with sharing(self.posterior, "protect"):
             self.posterior.arrange(self._planned())
         return Protection(
             self.posterior,
@@ -405,7 +405,7 @@ class Memory(ABC):
         """
         from limpet.forgetting.forecast import forecast
 
-        with sharing(self, "forecast"):
+        with sharing(self.posterior, "forecast"):
             return forecast(self.posterior, self.examples, self.history)
 
     def drop(self, names: Iterable[str]) -> None:
@@ -642,7 +642,7 @@ class Memory(ABC):
             of the rank's own blocks.
         """
         sharding = self.posterior.sharding
-        with sharing(self, "state_dict"):
+        with sharing(self.posterior, "state_dict"):
             return sealed(self._state(), sharding.ranks if sharding is not None else None)
 
     def _state(self) -> State:
@@ -664,7 +664,7 @@ class Memory(ABC):
             LimpetError: If called inside `with memory.protect(...)`.
             MemoryFileError: If the state is corrupted, or was made by another kind of memory or for another model.
         """
-        with sharing(self, "load_state_dict"):
+        with sharing(self.posterior, "load_state_dict"):
             self._load_state(state)
 
     def _load_state(self, state: State) -> None:
@@ -712,7 +712,7 @@ class Memory(ABC):
         """
         from limpet.methods import state_dict
 
-        with sharing(self, "save"):
+        with sharing(self.posterior, "save"):
             state, sharding = self._state(), self.posterior.sharding
             if sharding is None:
                 state_dict.write(path, state)
