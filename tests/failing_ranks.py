@@ -35,11 +35,12 @@ from many_ranks import say
 Batches = list[tuple[Tensor, Tensor]]
 
 
-def network(kind: str, seed: int = 0) -> nn.Sequential:
+def network(kind: str, seed: int = 0, between: nn.Module | None = None) -> nn.Sequential:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh() if between is None else between, nn.Linear(5, 3))
     if kind == "sharded":
         fully_shard(model[0])
+        fully_shard(model[2])
         fully_shard(model)
     return model
 
@@ -206,10 +207,7 @@ def interrupted(rank: int, size: int) -> None:
             return x
 
     def layer(kind: str) -> None:
-        model = nn.Sequential(network(kind), Layer(), network(kind)[2:], nn.Linear(3, 3))
-        if kind == "sharded":
-            fully_shard(model)
-        limpet.OnlineLaplace(nn.Sequential(model[0], model[1], model[3])).consolidate(data(rank, 4), progress=False)
+        limpet.OnlineLaplace(network(kind, between=Layer())).consolidate(data(rank, 4), progress=False)
 
     def loader(kind: str) -> None:
         memory = limpet.OnlineLaplace(network(kind))
