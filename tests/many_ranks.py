@@ -38,7 +38,7 @@ import limpet
 import networks
 from limpet.curvature import FisherPass
 from limpet.curvature.checkpoint import Checkpoint
-from limpet.errors import CurvatureError
+from limpet.errors import RankError
 from live_bytes import LiveBytes
 
 NETWORKS = ["linear", "conv2d", "transformer", "attention", "embedding", "batch norm 1d", "direct parameter"]
@@ -251,7 +251,7 @@ def wrong(rank: int) -> None:
     memory = limpet.OnlineLaplace(model)
     try:
         memory.consolidate([(x, y)], progress=False)
-    except CurvatureError as error:
+    except RankError as error:
         say(f"rank {rank} heard: {error}")
     with limpet.distributed.alone():
         if rank == 0:

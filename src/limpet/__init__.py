@@ -21,6 +21,7 @@ from limpet.errors import (
     MemoryFileError,
     NotProtectedWarning,
     PrivacyWarning,
+    RankError,
     SaveError,
     UnsupportedError,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "PerTaskLaplace",
     "Privacy",
     "PrivacyWarning",
+    "RankError",
     "SaveError",
     "SynapticIntelligence",
     "UnsupportedError",

@@ -49,6 +49,21 @@ class SaveError(LimpetError, OSError):
         self.errno = number
 
 
+class RankError(LimpetError):
+    """An operation of several ranks failed on one of them, or the ranks differ. All ranks raise it, with one message.
+
+    On a rank whose own exception is the reason, that exception is the `__cause__`.
+
+    Args:
+        message: The message, the same on all ranks.
+        rank: The first rank that failed, differs or has ended; None if it is not known.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class LimpetWarning(UserWarning):
     """Base class of all warnings that limpet issues."""
 

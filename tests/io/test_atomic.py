@@ -33,7 +33,7 @@ STALE = ".m.txt.0123456789abcdef.tmp"
 class OnlyRank(Ranks):
     """A process group of one rank."""
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = "") -> list[Any]:
         return [value]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from limpet.distributed import Ranks
-from limpet.errors import CurvatureError, SaveError
+from limpet.errors import RankError, SaveError
 from limpet.io import sharded_tensor_file, tensor_file
 
 SIZE = 3
@@ -23,7 +23,7 @@ def threads_as_ranks() -> list[Ranks]:
     barrier, values = threading.Barrier(SIZE, timeout=30), [None] * SIZE
 
     class Thread(Ranks):
-        def gather(self, value: Any) -> list[Any]:
+        def gather(self, value: Any, what: str = "") -> list[Any]:
             values[self.rank] = value
             barrier.wait()
             found: list[Any] = list(values)
@@ -84,7 +84,8 @@ def test_an_error_on_one_rank_leaves_the_old_file(rank: int, tmp_path: Path, mon
     path.write_bytes(b"old")
     raised = write_together(path, parts)
     for number, error in enumerate(raised):
-        assert isinstance(error, SaveError if number == rank else CurvatureError)
+        assert isinstance(error, RankError) and error.rank == rank
+        assert isinstance(error.__cause__, SaveError) == (number == rank)
         assert "No space left on device. The file that was there before is unchanged" in str(error)
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
@@ -92,4 +93,5 @@ def test_an_error_on_one_rank_leaves_the_old_file(rank: int, tmp_path: Path, mon
 def test_a_missing_folder_is_named_on_all_ranks(tmp_path: Path) -> None:
     raised = write_together(tmp_path / "none" / "m", tensors())
     assert all("create it first" in str(error) for error in raised)
-    assert isinstance(raised[0], FileNotFoundError)
+    assert all(isinstance(error, RankError) for error in raised)
+    assert isinstance(raised[0].__cause__, FileNotFoundError)

@@ -22,15 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
+from limpet.curvature.batch_hash import batch_hash
 from limpet.curvature.batch_step import block_of
 from limpet.curvature.fisher_pass import FisherPass
 from limpet.distributed import Ranks, current, rank_and_size
 from limpet.errors import CurvatureError, MemoryFileError
 from limpet.io import atomic, tensor_file
-from limpet.io.state import update_digest
-from limpet.model.batch import plain_batch
 from limpet.model.fingerprint import fingerprint_of_weights
 
 FORMAT = "limpet curvature pass"
@@ -289,26 +287,6 @@ class Checkpoint:
 def _add(sums: dict[str, Tensor], tensors: Mapping[str, Tensor], names: set[str]) -> None:
     for name in names:
         sums[name] = sums[name] + tensors[name] if name in sums else tensors[name]
-
-
-def batch_hash(batch: Any) -> int:
-    """Hash a batch: the names, dtypes, shapes and bytes of its tensors, and all plain values.
-
-    Args:
-        batch: A batch of any form.
-
-    Returns:
-        A 64-bit signed integer.
-    """
-    leaves, form = tree_flatten(plain_batch(batch))
-    digest = hashlib.blake2b(str(form).encode(), digest_size=8)
-    for number, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            update_digest(digest, str(number), leaf)
-        else:
-            value = repr(leaf) if isinstance(leaf, bool | int | float | str | bytes | None) else type(leaf).__name__
-            digest.update(f"\0{number}\0{value}\0".encode())
-    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def fingerprint(one_pass: FisherPass) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from limpet.curvature.batch_step import BatchStep
 from limpet.distributed import Ranks
-from limpet.errors import LimpetError
+from limpet.errors import RankError
 
 
 def read_on_all_ranks(one_pass: BatchStep, ranks: Ranks, read: Callable[[], None]) -> None:
@@ -21,18 +21,10 @@ def read_on_all_ranks(one_pass: BatchStep, ranks: Ranks, read: Callable[[], None
         one_pass: This rank's pass.
         ranks: The process group.
         read: Reads this rank's data into the sums of `one_pass`.
-
-    Raises:
-        LimpetError: On every rank, if reading failed on any of them.
     """
     while True:
-        error: LimpetError | None = None
-        try:
-            read()
-        except LimpetError as raised:
-            error = raised
-        ranks.raise_together(error)
-        direct = ranks.gather({block.name for block in one_pass.blocks if not block.layers})
+        read()
+        direct = ranks.gather({block.name for block in one_pass.blocks if not block.layers}, "per-sample blocks")
         everywhere = set().union(*direct)
         if all(found == everywhere for found in direct):
             break
@@ -40,6 +32,27 @@ def read_on_all_ranks(one_pass: BatchStep, ranks: Ranks, read: Callable[[], None
         if missing:
             one_pass.restart(missing)
     reduce_sums(one_pass, ranks)
+
+
+def compare_batches(ranks: Ranks, hashes: Sequence[int]) -> None:
+    """Raise an error on all ranks if replicated batches differ, as far as all ranks have read them.
+
+    Args:
+        ranks: The process group.
+        hashes: The hashes of the batches that this rank has read, its own and those of others, in order.
+
+    Raises:
+        RankError: If a batch is another one than on rank 0, as with a loader that every rank shuffles by itself.
+    """
+    found = ranks.gather(list(hashes), "the hashes of the batches")
+    for rank, other in enumerate(found):
+        number = next((i for i, pair in enumerate(zip(found[0], other, strict=False)) if pair[0] != pair[1]), None)
+        if number is not None:
+            raise RankError(
+                f"the ranks differ in ReplicatedBatches: batch {number} of rank {rank} is not that of rank 0; pass the "
+                "same batches in the same order on all ranks (shuffle=False, or a generator with the same seed)",
+                rank,
+            )
 
 
 def reduce_sums(one_pass: BatchStep, ranks: Ranks) -> None:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 from limpet.curvature.accumulators import KroneckerAccumulator
+from limpet.curvature.batch_hash import batch_hash
 from limpet.curvature.batch_step import BatchStep, StepOptions, UnforeseenError
-from limpet.curvature.ddp import read_on_all_ranks
+from limpet.curvature.ddp import compare_batches, read_on_all_ranks
 from limpet.curvature.progress import Progress
 from limpet.curvature.structure import Structure
-from limpet.distributed import Ranks, ReplicatedBatches, current, rank_and_size
+from limpet.distributed import Ranks, ReplicatedBatches, current, rank_and_size, together
 from limpet.errors import CurvatureError, positive_whole
 from limpet.layers import MatrixLayer
 from limpet.likelihoods import Count, Likelihood
@@ -121,13 +122,14 @@ class FisherPass(BatchStep):
         self.shared = False  # whether every rank is given all batches
         self.done: set[int] = set()  # batches included in the sums
         self.before: set[int] = set()  # batches included in any rank's sums on resume
+        self.batch_hashes: list[int] = []  # of all batches that were read, if several ranks are given the same
         self.again: set[int] = set()  # those of `before` that this rank has to read again
         super().__init__(model, blocks, likelihood, structure, **options)
 
     def restart(self, direct: set[str]) -> None:
         """Reset all sums and start reading again."""
         super().restart(direct)
-        self.first = FirstBatches()
+        self.first, self.batch_hashes = FirstBatches(), []
         self.again |= self.done & self.before
         self.done = set()
 
@@ -158,6 +160,17 @@ class FisherPass(BatchStep):
                 `examples` and the batches have no length.
             ValueError: If `examples` or `limit` is not a positive integer.
         """
+        with together("the curvature pass", current(), runs_model=self.in_step):
+            return self._run_pass(batches, examples, limit, progress, checkpoint)
+
+    def _run_pass(
+        self,
+        batches: Iterable[Any],
+        examples: int | None,
+        limit: int | None,
+        progress: bool,
+        checkpoint: PassCheckpoint | None,
+    ) -> Fisher:
         if not self.blocks:
             raise CurvatureError(
                 "the model has no trainable parameter to protect: set requires_grad=True, or remove entries from "
@@ -178,7 +191,13 @@ class FisherPass(BatchStep):
         else:
             share = None if limit is None else -(-limit // ranks.size)
             shown = progress and not ranks.rank
-            self._read_together(ranks, lambda: self._read_all(batches, share, shown, checkpoint))
+
+            def read() -> None:
+                self._read_all(batches, share, shown, checkpoint)
+                if self.shared:
+                    compare_batches(ranks, self.batch_hashes)
+
+            self._read_together(ranks, read)
             total = total if total is None or self.shared else round(ranks.numbers(total)[0])
         if not self.seen:
             raise CurvatureError("the batches contain no examples: pass a loader that yields (inputs, targets)")
@@ -230,7 +249,10 @@ class FisherPass(BatchStep):
         """The batches that this rank still has to read, with their numbers."""
         rank, size = rank_and_size() if self.shared else (0, 1)
         turn = 0
+        self.batch_hashes = []
         for number, batch in enumerate(batches):
+            if size > 1:
+                self.batch_hashes.append(batch_hash(batch))
             if number % size == rank:
                 self.first.add(number // size, batch)
             mine = number in self.again

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from limpet.curvature.accumulators import Accumulator
@@ -89,11 +88,10 @@ class ShardedPass(FisherPass):
 
     def _from(self, rank: int, found: tuple[int, Any] | None) -> Any:
         """Broadcast the first example of one rank's batch to all ranks."""
-        sent = [None]
+        sent = None
         if rank == self.ranks.rank and found is not None:
-            sent = [part(found[1], slice(0, 1)) if batch_size(found[1]) else found[1]]
-        dist.broadcast_object_list(sent, rank)
-        return sent[0]
+            sent = part(found[1], slice(0, 1)) if batch_size(found[1]) else found[1]
+        return self.ranks.broadcast(sent, rank)
 
     def _positions(self, batch: Any, size: int) -> float:
         if self.rounds:

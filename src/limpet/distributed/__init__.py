@@ -11,7 +11,9 @@ Afterwards, every rank has the memory of all the data. A single process needs no
 """
 
 from limpet.distributed.assignment import share
+from limpet.distributed.channel import set_timeout
 from limpet.distributed.dtensor import Exchange, is_sharded, local, shard_like
+from limpet.distributed.failure import compare, together
 from limpet.distributed.process_group import Ranks, alone, current, launched, rank_and_size
 from limpet.distributed.replicated_batches import ReplicatedBatches
 
@@ -20,11 +22,14 @@ __all__ = [
     "Ranks",
     "ReplicatedBatches",
     "alone",
+    "compare",
     "current",
     "is_sharded",
     "launched",
     "local",
     "rank_and_size",
+    "set_timeout",
     "shard_like",
     "share",
+    "together",
 ]

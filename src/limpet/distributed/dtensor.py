@@ -15,7 +15,6 @@ from functools import reduce
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from limpet.distributed.process_group import Ranks
@@ -219,7 +218,7 @@ class Exchange:
         out = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
         here = [sum(shape.numel() for shape in some) for some in shapes]
         into = torch.empty(sum(here), dtype=dtype, device=device)
-        dist.all_to_all_single(into, out, here, [sum(piece.numel() for piece in pieces) for pieces in sent])
+        self.ranks.all_to_all(into, out, here, [sum(piece.numel() for piece in pieces) for pieces in sent])
         found = []
         for some, part in zip(shapes, torch.split(into, here), strict=True):
             parts = torch.split(part, [shape.numel() for shape in some])

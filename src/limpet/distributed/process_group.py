@@ -1,9 +1,14 @@
-"""Collectives over the ranks that compute a memory together, built on torch.distributed."""
+"""Collectives over the ranks that compute a memory together, built on torch.distributed.
+
+Every collective begins with a meeting (`limpet.distributed.failure`), at which the ranks compare where they are and
+hear of failures.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from limpet.errors import CurvatureError, set_rank
+from limpet.distributed import failure
+from limpet.errors import RankError, set_rank
 
 T = TypeVar("T")
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
@@ -31,18 +37,18 @@ class Ranks:
     rank: int
     size: int
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, what: str = "objects") -> list[T]:
         """Gather a small picklable object from all ranks.
 
         Args:
             value: The object of this rank.
+            what: What is gathered, for error messages.
 
         Returns:
             The objects of all ranks, in rank order.
         """
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found
+        found = failure.meet(self, f"gather of {what}", payload=pickle.dumps(value))
+        return [pickle.loads(content) for content in found]
 
     def sum(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All-reduce named tensors; a tensor that is missing on a rank counts as zero there.
@@ -52,9 +58,20 @@ class Ranks:
 
         Returns:
             The sums over all ranks, by name.
+
+        Raises:
+            RankError: If a tensor has different shapes or dtypes on two ranks.
         """
         shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        for some in self.gather({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}):
+        own_shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        for rank, some in enumerate(self.gather(own_shapes, "the shapes of sums")):
+            other = next((name for name in some if shapes.get(name, some[name]) != some[name]), None)
+            if other is not None:
+                raise RankError(
+                    f"{other} has {_described(*some[other])} on rank {rank}, but {_described(*shapes[other])} on a "
+                    "lower rank",
+                    rank,
+                )
             shapes.update(some)
         device = self._device(tensors)
         summed = {}
@@ -80,6 +97,8 @@ class Ranks:
         """
         device = self._device(tensors)
         summed: dict[str, Tensor] = {}
+        elements = sum(tensor.numel() for tensor in tensors.values())
+        failure.meet(self, f"sum on rank {to}", f"{len(tensors)} tensors with {elements} elements")
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
             some = {name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype}
             flat = torch.cat([tensor.to(device).reshape(-1) for tensor in some.values()])
@@ -91,8 +110,56 @@ class Ranks:
     def numbers(self, *values: float) -> list[float]:
         """Sum each of the numbers over all ranks, in float64."""
         total = torch.tensor(values, dtype=torch.float64, device=self._device({}))
+        failure.meet(self, "sum of numbers", f"{len(values)} of them")
         dist.all_reduce(total)
         return [float(value) for value in total]
+
+    def broadcast(self, value: T | None, source: int) -> T:
+        """Send a picklable object from one rank to all others.
+
+        Args:
+            value: The object, on rank `source`.
+            source: The rank that sends it.
+
+        Returns:
+            The object.
+        """
+        failure.meet(self, f"broadcast from rank {source}")
+        sent: list[Any] = [value]
+        dist.broadcast_object_list(sent, source)
+        found: T = sent[0]
+        return found
+
+    def all_to_all(self, into: Tensor, out: Tensor, receive: Sequence[int], send: Sequence[int]) -> None:
+        """Send a part of a tensor to every rank, and receive one from each.
+
+        Args:
+            into: Where the parts of all ranks are written, in rank order.
+            out: The parts for all ranks, in rank order.
+            receive: The number of elements from each rank.
+            send: The number of elements for each rank.
+        """
+        failure.meet(self, "exchange of shards", str(out.dtype))
+        dist.all_to_all_single(into, out, list(receive), list(send))
+
+    def attempt(self, step: Callable[[], None] | None) -> None:
+        """Run a step, and go on once all ranks have succeeded. A barrier.
+
+        Args:
+            step: The step of this rank, or None if it has nothing to do.
+
+        Raises:
+            RankError: As `raise_together`.
+        """
+        error: Exception | None = None
+        try:
+            if step is not None:
+                step()
+        except RankError:
+            raise  # all ranks have it already
+        except Exception as raised:
+            error = raised
+        self.raise_together(error)
 
     def raise_together(self, error: Exception | None) -> None:
         """Raise an error on all ranks if it occurred on any of them, so that no rank hangs in a later collective.
@@ -101,13 +168,17 @@ class Ranks:
             error: The error of this rank, or None.
 
         Raises:
-            CurvatureError: If another rank had an error and this one did not. A rank with an error raises its own.
+            RankError: If a rank had an error. On that rank, the error is the cause. If all ranks had the same error,
+                each raises its own.
         """
-        errors = [(rank, text) for rank, text in enumerate(self.gather(None if error is None else str(error))) if text]
-        if error is not None:
+        own = None if error is None else (type(error).__name__, str(error))
+        found = self.gather(own, "errors")
+        first = next((rank for rank, told in enumerate(found) if told is not None), None)
+        if first is None:
+            return
+        if error is not None and all(told == own for told in found):
             raise error
-        if errors:
-            raise CurvatureError(f"rank {errors[0][0]}: {errors[0][1]}")
+        raise RankError(f"rank {first}: {': '.join(found[first] or ())}", first) from error
 
     def _device(self, tensors: Mapping[str, Tensor]) -> torch.device:
         """A device that the backend can reduce tensors on."""
@@ -116,6 +187,10 @@ class Ranks:
         return next(
             (t.device for t in tensors.values() if t.is_cuda), torch.device("cuda", torch.cuda.current_device())
         )
+
+
+def _described(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"shape {tuple(shape)} and dtype {str(dtype).removeprefix('torch.')}"
 
 
 def current() -> Ranks | None:

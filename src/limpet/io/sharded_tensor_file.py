@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from limpet.distributed.process_group import Ranks
-from limpet.errors import MemoryFileError
 from limpet.io import atomic, tensor_file
 
 UNKNOWN = "0" * 64
@@ -35,8 +34,8 @@ def write(
         ranks: The process group.
 
     Raises:
-        FileNotFoundError: If the folder does not exist.
-        SaveError: If the operating system of a rank reports an error, such as a full disk.
+        RankError: If the folder does not exist, or the operating system of a rank reports an error, such as a full
+            disk. On that rank, the cause is the FileNotFoundError or SaveError.
     """
     path = Path(path)
     described = json.dumps(description, allow_nan=False)
@@ -70,19 +69,9 @@ def write(
             pending[0].commit()
 
     try:
-        _run_in_step(ranks, begin if not ranks.rank else None, put, finish if not ranks.rank else None)
+        ranks.attempt(begin if not ranks.rank else None)
+        ranks.attempt(put)
+        ranks.attempt(finish if not ranks.rank else None)
     finally:
         for file in pending:
             file.discard()
-
-
-def _run_in_step(ranks: Ranks, *steps: Callable[[], None] | None) -> None:
-    """Run the steps with a barrier after each; an error on one rank is raised on all ranks."""
-    for step in steps:
-        error: Exception | None = None
-        try:
-            if step is not None:
-                step()
-        except (OSError, MemoryFileError) as raised:
-            error = raised
-        ranks.raise_together(error)

@@ -75,33 +75,35 @@ class ApproximateLaplace(Laplace):
                 "ApproximateLaplace measures the data of a task again after every later one, which would spend the "
                 "budget of privacy= each time: use limpet.OnlineLaplace"
             )
-        if len(earlier) != self.tasks:
-            raise LimpetError(
-                f"ApproximateLaplace measures all {self.tasks} earlier tasks again: pass the batches of each as "
-                f"earlier=[...], not of {len(earlier)}"
-            )
-        rows = probe_rows(probe)
-        passes = [(old, None) for old in earlier] + [(batches, examples)]
-        saved = [self._checkpoint(checkpoint and f"{checkpoint}.{i}") for i in range(len(passes))]
+        arguments = {"examples": examples, "limit": limit, "checkpoint": checkpoint, "probe": probe}
+        with self._on_all_ranks(batches, {**arguments, "earlier": len(earlier)}):
+            if len(earlier) != self.tasks:
+                raise LimpetError(
+                    f"ApproximateLaplace measures all {self.tasks} earlier tasks again: pass the batches of each as "
+                    f"earlier=[...], not of {len(earlier)}"
+                )
+            rows = probe_rows(probe)
+            passes = [(old, None) for old in earlier] + [(batches, examples)]
+            saved = [self._checkpoint(checkpoint and f"{checkpoint}.{i}") for i in range(len(passes))]
 
-        def measure(number: int) -> Fisher:
-            data, count = passes[number]
-            return self._measure(data, count, limit, forward, progress, saved[number])
+            def measure(number: int) -> Fisher:
+                data, count = passes[number]
+                return self._measure(data, count, limit, forward, progress, saved[number])
 
-        fishers = [measure(number) for number in range(len(passes))]
-        while other := self._measured_otherwise(fishers):
-            for number in other:
-                file = saved[number]
+            fishers = [measure(number) for number in range(len(passes))]
+            while other := self._measured_otherwise(fishers):
+                for number in other:
+                    file = saved[number]
+                    if file is not None:
+                        file.remove()
+                    fishers[number] = measure(number)
+            probes = () if rows is None else (self._record_probe(fishers[-1].first.take(rows), forward),)
+            self._settle(fishers, forward)
+            self.probes += probes
+            self.history = self.history.measured_again()
+            for file in saved:
                 if file is not None:
                     file.remove()
-                fishers[number] = measure(number)
-        probes = () if rows is None else (self._record_probe(fishers[-1].first.take(rows), forward),)
-        self._settle(fishers, forward)
-        self.probes += probes
-        self.history = self.history.measured_again()
-        for file in saved:
-            if file is not None:
-                file.remove()
 
     def _measured_otherwise(self, fishers: Sequence[Fisher]) -> list[int]:
         """Return the passes to repeat: they used a layer whose parameters another pass had to measure per sample.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from limpet.curvature import FISHERS, Displacement, Fisher, FisherPass
 from limpet.deprecation import renamed_arguments
-from limpet.distributed import current
+from limpet.distributed import current, together
 from limpet.errors import (
     FallbackWarning,
     LimpetError,
@@ -27,6 +27,7 @@ from limpet.errors import (
 )
 from limpet.forgetting.loss_curve import Curve
 from limpet.likelihoods import Likelihood
+from limpet.methods.agreement import consolidating
 from limpet.methods.limits import check_strength
 from limpet.methods.memory import MAX_FACTOR_SIZE, NO_PROBE, Memory
 from limpet.methods.private import (
@@ -192,14 +193,16 @@ class Laplace(Memory):
         """
         if privacy is not None:
             check_private(self, privacy, smoothing=self.smoothing, checkpoint=checkpoint, probe=probe)
-        saved = self._checkpoint(checkpoint)
-        rows = probe_rows(probe)
-        fisher = self._measure(batches, examples, limit, forward, progress, saved, privacy)
-        probes = () if rows is None else (self._record_probe(fisher.first.take(rows), forward),)
-        self._settle([fisher], forward, privacy)
-        self.probes += probes
-        if saved is not None:
-            saved.remove()
+        arguments = {"examples": examples, "limit": limit, "checkpoint": checkpoint, "probe": probe}
+        with self._on_all_ranks(batches, arguments):
+            saved = self._checkpoint(checkpoint)
+            rows = probe_rows(probe)
+            fisher = self._measure(batches, examples, limit, forward, progress, saved, privacy)
+            probes = () if rows is None else (self._record_probe(fisher.first.take(rows), forward),)
+            self._settle([fisher], forward, privacy)
+            self.probes += probes
+            if saved is not None:
+                saved.remove()
 
     def forecast(
         self, batches: Iterable[Any] | None = None, *, curvature: str = "kept", forward: Forward | None = None
@@ -232,7 +235,8 @@ class Laplace(Memory):
             )
         if batches is None:
             return super().forecast()
-        return fresh_forecast(self.posterior, self._pass(forward, None), batches)
+        with together("forecast", current(), runs_model=self.sharded):
+            return fresh_forecast(self.posterior, self._pass(forward, None), batches)
 
     @staticmethod
     def _checkpoint(path: str | Path | None) -> Checkpoint | None:
@@ -280,6 +284,7 @@ class Laplace(Memory):
             raise UnsupportedError(
                 "this memory has private tasks, but a probe would store inputs as they are: keep the inputs elsewhere"
             )
+        self._reject_sharded("add_probe")
         weights = self.posterior.weights()
         for held in self.posterior.held.values():
             moved = held.displacement(weights).norm() if held.tasks else 0.0
@@ -368,12 +373,28 @@ class Laplace(Memory):
                     self._measure_curve(fishers[-1], forward)
 
     @contextmanager
+    def _on_all_ranks(self, batches: Iterable[Any], arguments: Mapping[str, Any]) -> Iterator[None]:
+        """Guard a consolidation: if it fails on a rank, the memory is restored on all of them."""
+        restoring = self._all_or_nothing() if current() is not None else nullcontext()
+        with restoring, consolidating(self.posterior, self._settings, batches, arguments):
+            yield
+
+    @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """Restore the memory if the body raises."""
         held, constant = dict(self.posterior.held), self.posterior.constant
-        names = ["_strength", "_direct", "history", "unused", "examples", "tasks", "_proximal_state", "_trained_with"]
-        names.append("privacy")
-        before = {name: getattr(self, name) for name in names}
+        names = (
+            "_strength",
+            "_direct",
+            "history",
+            "unused",
+            "examples",
+            "tasks",
+            "probes",
+            "privacy",
+            "_proximal_state",
+        )
+        before = {name: getattr(self, name) for name in (*names, "_trained_with")}
         try:
             yield
         except BaseException:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from limpet.distributed import current, is_sharded, together
 from limpet.errors import LimpetWarning, MemoryFileError, logger, warn
 from limpet.likelihoods import Likelihood
 from limpet.methods import Memory
@@ -72,13 +73,15 @@ def load(
     """
     if sha256 is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
         raise ValueError(f"sha256 must consist of 64 hexadecimal digits, not {sha256!r}")
-    try:
-        state = _read(path, revision, sha256)
-    except OSError as error:
-        raise MemoryFileError(f"{path} cannot be read: {error.strerror}") from error
-    memory = restored(state, model, likelihood)
+    sharded = any(is_sharded(parameter) for parameter in model.parameters())
+    with together("load", current() if sharded else None):
+        try:
+            state = _read(path, revision, sha256)
+        except OSError as error:
+            raise MemoryFileError(f"{path} cannot be read: {error.strerror}") from error
+        memory = restored(state, model, likelihood)
+        _warn_if_unrelated(memory)
     logger.info("loaded the memory of %d tasks from %s", memory.tasks, path)
-    _warn_if_unrelated(memory)
     return memory
 
 

@@ -27,6 +27,7 @@ from limpet.errors import (
 from limpet.forgetting.loss_curve import TaskHistory
 from limpet.io.state import State, sealed
 from limpet.likelihoods import Likelihood, resolve
+from limpet.methods.agreement import sharing
 from limpet.methods.checks import check_model, excluded_names, say_what_is_not_protected
 from limpet.model import Block, Forward, discover, plain, unwrapped
 from limpet.posterior import PRIOR_MEANS, Posterior
@@ -131,7 +132,8 @@ class Memory(ABC):
         self._trained_with: int | None = None  # N of the last protected training run
         self._proximal_state: ProximalState | None = None  # of the current training run
         self._resume: ProximalState | None = None  # of a loaded run, for the next `protect`
-        self.posterior.arrange(self._planned())
+        with sharing(self.posterior, type(self).__name__):
+            self.posterior.arrange(self._planned())
         say_what_is_not_protected(self.model, self._planned())
 
     @property
@@ -305,7 +307,8 @@ class Memory(ABC):
         from limpet.protection.protection import Protection
 
         self._reject_inside_protect()
-        self.posterior.arrange(self._planned())
+        with sharing(self.posterior, "protect"):
+            self.posterior.arrange(self._planned())
         return Protection(
             self.posterior,
             optimizer,
@@ -426,7 +429,8 @@ class Memory(ABC):
         """
         from limpet.forgetting.forecast import forecast
 
-        return forecast(self.posterior, self.examples, self.history)
+        with sharing(self.posterior, "forecast"):
+            return forecast(self.posterior, self.examples, self.history)
 
     def drop(self, names: Iterable[str]) -> None:
         """Remove blocks from the memory, such as those of a head that the model no longer has.
@@ -663,7 +667,8 @@ class Memory(ABC):
             of the rank's own blocks.
         """
         sharding = self.posterior.sharding
-        return sealed(self._state(), sharding.ranks if sharding is not None else None)
+        with sharing(self.posterior, "state_dict"):
+            return sealed(self._state(), sharding.ranks if sharding is not None else None)
 
     def _state(self) -> State:
         """The state without checksums."""
@@ -684,6 +689,10 @@ class Memory(ABC):
             LimpetError: If called inside `with memory.protect(...)`.
             MemoryFileError: If the state is corrupted, or was made by another kind of memory or for another model.
         """
+        with sharing(self.posterior, "load_state_dict"):
+            self._load_state(state)
+
+    def _load_state(self, state: State) -> None:
         from limpet.methods import state_dict
 
         self._reject_inside_protect()
@@ -707,7 +716,9 @@ class Memory(ABC):
                 attributes["probes"] = state_dict.read_probes(settings, extra)
                 own = {name: tensor for name, tensor in extra.items() if not name.startswith(state_dict.PROBE)}
                 attributes.update(self._read_extra(settings, own))
-        except MemoryFileError:
+            if self.posterior.sharding is not None:
+                self.posterior.sharding.ranks.gather(None, "states, which all ranks have read")
+        except LimpetError:
             self._direct, self.exclude, self.posterior.structure = previous
             raise
         for name, value in attributes.items():
@@ -726,11 +737,12 @@ class Memory(ABC):
         """
         from limpet.methods import state_dict
 
-        state, sharding = self._state(), self.posterior.sharding
-        if sharding is None:
-            state_dict.write(path, state)
-        else:
-            state_dict.write_together(path, state, sharding.ranks)
+        with sharing(self.posterior, "save"):
+            state, sharding = self._state(), self.posterior.sharding
+            if sharding is None:
+                state_dict.write(path, state)
+            else:
+                state_dict.write_together(path, state, sharding.ranks)
         logger.info("saved the memory of %d tasks to %s", self.tasks, path)
 
     def _settings(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from limpet.distributed import current, together
 from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, warn
 from limpet.forgetting.repair import Repair
 from limpet.likelihoods import Likelihood
@@ -105,7 +106,8 @@ def repair(
         likelihood=likelihood,
         progress=progress,
     )
-    return repaired(_usable(memory, model), batches, options)
+    with together("repair", current()):
+        return repaired(_usable(memory, model), batches, options)
 
 
 def _usable(memory: Memory, model: nn.Module) -> Laplace:

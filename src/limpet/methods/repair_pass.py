@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from limpet.curvature import Fisher, FisherPass
-from limpet.distributed import ReplicatedBatches, current
+from limpet.distributed import ReplicatedBatches, current, together
 from limpet.errors import CurvatureError, LimpetError, finite_number, positive_whole
 from limpet.forgetting.displacement import displacements
 from limpet.forgetting.measurement import LossProbe
@@ -106,29 +107,33 @@ def repaired(memory: Repairable, batches: Iterable[Any], options: RepairOptions)
     Returns:
         The repair. If an error is raised, the model keeps its tuned weights.
     """
+    with ExitStack() as undo:
+        with together("repair", current()), full_precision(), torch.inference_mode(False):
+            found = _solved(memory, batches, options)
+            undo.callback(found.undo)
+            if options.tolerance is not None:
+                found.within_tolerance(options.tolerance, options.scale)
+            elif options.budget is not None:
+                found.within_budget(options.budget, options.scale)
+            else:
+                found.at(1.0 if options.strength is None else options.strength, options.scale)
+        undo.pop_all()  # it has succeeded, on all ranks
+    return found
+
+
+def _solved(memory: Repairable, batches: Iterable[Any], options: RepairOptions) -> Repair:
+    """Measure the curvature of the new data and compute the path, with the model at its tuned weights."""
     if options.budget is not None and not memory.probes:
         raise LimpetError(NO_PROBE)
-    shared, tolerance = isinstance(batches, ReplicatedBatches), options.tolerance
-    split = HeldOutSplit(
-        batches.batches if isinstance(batches, ReplicatedBatches) else batches, hold_out=tolerance is not None
-    )
+    shared, hold_out = isinstance(batches, ReplicatedBatches), options.tolerance is not None
+    split = HeldOutSplit(batches.batches if isinstance(batches, ReplicatedBatches) else batches, hold_out=hold_out)
     counted = options.examples is not None or options.limit is not None
-    with full_precision(), torch.inference_mode(False):
-        fisher = _new_fisher(memory, ReplicatedBatches(split) if shared else split, options)
-        if tolerance is not None and not split.held:
-            raise LimpetError(TOO_FEW)
-        measures = _measures(memory, split.held or fisher.first.take(MOST_HELD_OUT // HELD_OUT), fisher, options)
-        weight = 1.0 if counted else split.share
-        found = solve(memory.posterior, fisher, measures, weight=weight, rank=options.rank, progress=options.progress)
-        try:
-            if tolerance is not None:
-                return found.within_tolerance(tolerance, options.scale)
-            if options.budget is not None:
-                return found.within_budget(options.budget, options.scale)
-            return found.at(1.0 if options.strength is None else options.strength, options.scale)
-        except BaseException:
-            found.undo()
-            raise
+    fisher = _new_fisher(memory, ReplicatedBatches(split) if shared else split, options)
+    if hold_out and not split.held:
+        raise LimpetError(TOO_FEW)
+    measures = _measures(memory, split.held or fisher.first.take(MOST_HELD_OUT // HELD_OUT), fisher, options)
+    weight = 1.0 if counted else split.share
+    return solve(memory.posterior, fisher, measures, weight=weight, rank=options.rank, progress=options.progress)
 
 
 def _measures(memory: Repairable, held_out: list[Any], fisher: Fisher, options: RepairOptions) -> Measures:

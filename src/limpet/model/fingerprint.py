@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from limpet.distributed import current, is_sharded, local
 from limpet.distributed.dtensor import Layout
 
+CHUNK = 2**22
+"""Elements whose bits are summed at a time."""
+
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -30,6 +33,41 @@ def fingerprint_of_weights(parameters: Mapping[str, nn.Parameter]) -> str:
     sums = torch.stack([_sums(name, parameters[name]) for name in names]) if names else torch.zeros(0, 2)
     lines = [f"{name} {parameters[name].requires_grad} {row}" for name, row in zip(names, sums.tolist(), strict=True)]
     return "\n".join(lines)
+
+
+@torch.no_grad()
+def fingerprint_of_replica(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """Describe every parameter by what must be the same on all ranks, which for replicated ones includes the values.
+
+    The sums are computed on the device of the parameter, a few million elements at a time.
+
+    Args:
+        parameters: The parameters by name.
+
+    Returns:
+        Shape, dtype and whether it is trainable, for every parameter, and a hash of the values unless it is sharded.
+    """
+    found = {}
+    for name, parameter in parameters.items():
+        kind = f"{tuple(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
+        found[f"the parameter {name}"] = kind if parameter.requires_grad else f"{kind} (frozen)"
+        if not is_sharded(parameter):
+            found[f"the values of {name}"] = f"hash {_hash_of_bits(parameter)}"
+    return found
+
+
+def _hash_of_bits(parameter: Tensor) -> str:
+    """Two sums over the bits of a tensor, modulo 2^64: a plain one and one weighted by the position."""
+    flat = parameter.detach().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    total = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), CHUNK):
+        bits = flat[start : start + CHUNK].view(BITS[flat.element_size()]).to(torch.int64)
+        odd = 2 * torch.arange(start, start + bits.numel(), device=bits.device) + 1
+        total += torch.stack([bits.sum(), (bits * odd).sum()])
+    plain, weighted = (value & (2**64 - 1) for value in total.tolist())
+    return f"{plain:016x}{weighted:016x}"
 
 
 def _sums(name: str, parameter: Tensor) -> Tensor:

@@ -25,12 +25,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from limpet.distributed import is_sharded
+from limpet.distributed import current, is_sharded, together
 from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, warn
 from limpet.forgetting.budget import Budget
 from limpet.forgetting.repair import Repair
@@ -185,9 +186,10 @@ class Protection:
         self._entered, self._watch = True, WeightWatch([])
         self._on_enter(self)
         try:
-            self._bind()
-            self._warn_of_rounding()
-            self._forecasts = (float(self._forecast()), None)
+            with self._on_all_ranks("on entry"):
+                self._bind()
+                self._warn_of_rounding()
+                self._forecasts = (float(self._forecast()), None)
         except BaseException:
             self._on_exit(False)
             raise
@@ -201,6 +203,10 @@ class Protection:
             self._penalty_step.start()
         self._active.add(self)
         return self
+
+    def _on_all_ranks(self, when: str) -> AbstractContextManager[None]:
+        """Guard what the ranks of a sharded memory do together; local protections communicate nothing."""
+        return together(f"protect ({when})", None if self.posterior.sharding is None else current())
 
     def __del__(self) -> None:
         if not getattr(self, "_entered", True):
@@ -259,7 +265,8 @@ class Protection:
                 self._repair(self._penalty_step)
             return
         if finished:
-            self._finish()
+            with self._on_all_ranks("on exit"):
+                self._finish()
         self._on_exit(finished)
 
     def _repair(self, step: RepairStep) -> None:
@@ -378,7 +385,8 @@ class Protection:
             self._observer.before_step(
                 {name: g if scale is None else g / scale.to(g.device) for name, g in gradients.items()}
             )
-        self._penalty_step.before_step(scale)
+        with self._on_all_ranks("before a step"):
+            self._penalty_step.before_step(scale)
 
     @torch.no_grad()
     @full_precision()
@@ -391,7 +399,8 @@ class Protection:
             self.skipped += 1
             return
         self.steps += 1
-        self._penalty_step.after_step()
+        with self._on_all_ranks("after a step") if self.mode == "proximal" else nullcontext():
+            self._penalty_step.after_step()
         if self._observer is not None:
             self._observer.after_step()
         self._mark()
