@@ -23,7 +23,16 @@ from limpet.errors import (
     UnsupportedError,
 )
 from limpet.likelihoods import Bernoulli, Categorical, Count, Gaussian, Likelihood, MultiOutput
-from limpet.methods import ApproximateLaplace, Memory, OnlineLaplace, PerTaskLaplace, SynapticIntelligence
+from limpet.methods import (
+    ApproximateLaplace,
+    Distillation,
+    Memory,
+    OnlineLaplace,
+    OutputMemory,
+    PerTaskLaplace,
+    SelfRehearsal,
+    SynapticIntelligence,
+)
 from limpet.methods.load import load
 from limpet.version import __version__
 
@@ -33,6 +42,7 @@ __all__ = [
     "Categorical",
     "Count",
     "CurvatureError",
+    "Distillation",
     "FallbackWarning",
     "Gaussian",
     "Likelihood",
@@ -43,8 +53,10 @@ __all__ = [
     "MultiOutput",
     "NotProtectedWarning",
     "OnlineLaplace",
+    "OutputMemory",
     "PerTaskLaplace",
     "SaveError",
+    "SelfRehearsal",
     "SynapticIntelligence",
     "UnsupportedError",
     "__version__",
