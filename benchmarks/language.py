@@ -138,6 +138,7 @@ class Experiment:
             print(f"memory of {memory.examples} tokens: {took:.0f} s, {size:.2f} GB", flush=True)
             memory.save(path)
         loaded = limpet.load(path, model)
+        assert isinstance(loaded, limpet.Memory)
         strength = loaded.history.tasks[0].curve.strength if strength is None else strength
         for name, held in loaded.posterior.held.items():
             precision: Any = held.precision

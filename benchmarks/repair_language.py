@@ -192,6 +192,7 @@ class Bench:
         if options.source == "self":
             self._point("tuned", 0.0)
         memory = limpet.load(options.work / f"memory-{options.source}.safetensors", self.model)
+        assert isinstance(memory, limpet.Memory)
         rows = self.new[: CURVATURE_TOKENS // (SAMPLE_LENGTH - 1)]
         batches = [{"input_ids": part} for part in torch.split(rows, BATCH)]
         tokens = self.new[:, 1:].numel()

@@ -2,6 +2,7 @@
 
 many_ranks.py pass FOLDER        curvature of many networks, one file each, written by rank 0
 many_ranks.py train FOLDER       fifty protected steps under DistributedDataParallel
+many_ranks.py outputs FOLDER     steps with outputs compared, under DistributedDataParallel
 many_ranks.py wrong              one rank's data are wrong
 many_ranks.py keep FOLDER        the memory of a model in pieces, in the middle of a protection, in three ways
 many_ranks.py reload FOLDER      what `keep` kept, on another number of ranks, kept again
@@ -243,6 +244,42 @@ def reduced(rank: int) -> None:
         assert found is None
 
 
+def outputs(folder: Path, rank: int, size: int) -> None:
+    """Distillation and rehearsal on any number of ranks, each with its share of the rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    x, y, old = torch.randn(12, 8, 5), torch.randint(0, 3, (12, 8)), torch.randn(64, 5)
+    trained = DistributedDataParallel(model) if size > 1 else model
+    distillation = limpet.Distillation(trained)
+    distillation.consolidate()
+    rehearsal = limpet.SelfRehearsal(trained, batch_size=8 // size, forward=lambda model, batch: (model(batch), None))
+    rehearsal.consolidate([old], held_out=0)
+    assert rehearsal.rehearsed is not None and len(rehearsal.rehearsed.batches) == 8 * size
+    order = [next(rehearsal.compared(step, ())).batch for step in range(8)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with distillation.protect(optimizer, every=2) as first:
+        for rows, labels in zip(x[:, rank::size], y[:, rank::size], strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(trained(rows), labels).backward()
+            optimizer.step()
+    assert first.penalised == 6
+    distilled = {name: p.detach().clone() for name, p in distillation.model.named_parameters()}
+    with rehearsal.protect(optimizer) as second:
+        for rows, labels in zip(x[:8, rank::size], y[:8, rank::size], strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(trained(rows), labels).backward()
+            optimizer.step()
+    assert second.penalised == 8
+    ranks = limpet.distributed.current()
+    if ranks is not None:  # every row is rehearsed once in an epoch, on one rank
+        seen = torch.cat(ranks.gather(torch.cat(order)))
+        assert {tuple(row) for row in seen.tolist()} == {tuple(row) for row in old.tolist()}
+        weights = ranks.gather([p.detach() for p in model.parameters()])
+        assert all(torch.equal(a, b) for some in weights for a, b in zip(some, weights[0], strict=True))
+    if rank == 0:
+        save_file(distilled, folder / "distilled.safetensors")
+
+
 def wrong(rank: int) -> None:
     """All ranks hear of it, and none waits."""
     model, x, y = networks.build("linear")
@@ -280,6 +317,7 @@ def main() -> None:
         "wrong": lambda: wrong(rank),
         "callback": lambda: callback(Path(rest[0]), rank, size),
         "reduced": lambda: reduced(rank),
+        "outputs": lambda: outputs(Path(rest[0]), rank, size),
     }
     jobs[what]()
     say(f"rank {rank} is done")

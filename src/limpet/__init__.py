@@ -26,7 +26,16 @@ from limpet.errors import (
     UnsupportedError,
 )
 from limpet.likelihoods import Bernoulli, Categorical, Count, Gaussian, Likelihood, MultiOutput
-from limpet.methods import ApproximateLaplace, Memory, OnlineLaplace, PerTaskLaplace, SynapticIntelligence
+from limpet.methods import (
+    ApproximateLaplace,
+    Distillation,
+    Memory,
+    OnlineLaplace,
+    OutputMemory,
+    PerTaskLaplace,
+    SelfRehearsal,
+    SynapticIntelligence,
+)
 from limpet.methods.load import load
 from limpet.version import __version__
 
@@ -36,6 +45,7 @@ __all__ = [
     "Categorical",
     "Count",
     "CurvatureError",
+    "Distillation",
     "FallbackWarning",
     "Gaussian",
     "Likelihood",
@@ -46,11 +56,13 @@ __all__ = [
     "MultiOutput",
     "NotProtectedWarning",
     "OnlineLaplace",
+    "OutputMemory",
     "PerTaskLaplace",
     "Privacy",
     "PrivacyWarning",
     "RankError",
     "SaveError",
+    "SelfRehearsal",
     "SynapticIntelligence",
     "UnsupportedError",
     "__version__",

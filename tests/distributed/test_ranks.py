@@ -57,6 +57,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_outputs_are_protected_on_two_ranks_as_on_one(tmp_path: Path) -> None:
+    for size in (1, 2):
+        (tmp_path / str(size)).mkdir()
+        if size == 1:
+            many_ranks.outputs(tmp_path / "1", 0, 1)
+        else:
+            torchrun(2, "outputs", str(tmp_path / "2"), timeout=200)
+    one, many = (load_file(tmp_path / size / "distilled.safetensors") for size in ("1", "2"))
+    assert all(torch.allclose(tensor, many[name], atol=1e-6) for name, tensor in one.items())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("job", ["pass", "pass-sharded"])

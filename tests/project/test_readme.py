@@ -217,3 +217,35 @@ def test_the_lines_for_language_models_run(tmp_path: Path, monkeypatch: pytest.M
     assert 0 < float(space["memory"].forecast()) <= 0.05 * 1.001
     assert space["trainer"].state.global_step == 5
     assert all(parameter.requires_grad == ("lora_" in name) for name, parameter in space["model"].named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_lines_for_rehearsal_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    from datasets import Dataset
+
+    from language_models import llama
+
+    code = marked("rehearsal")
+    monkeypatch.chdir(tmp_path)
+    llama(initializer_range=0.5, bos_token_id=1, eos_token_id=2, max_position_embeddings=80).save_pretrained("small")
+    ids = torch.randint(0, 23, (40, 9)).tolist()
+    space: dict[str, Any] = {"tokenised": Dataset.from_dict({"input_ids": ids, "labels": ids})}
+    exec(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "small").replace("16_384", "1_000"), space)
+    logged = space["trainer"].state.log_history[-1]
+    assert logged["outputs_penalised_steps"] == 5 and logged["outputs_drift"] >= 0
+
+
+def test_the_lines_for_distillation_run(capsys: pytest.CaptureFixture[str]) -> None:
+    class Network(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = torch.nn.Linear(5, 8), torch.nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x))
+
+    loader = [(torch.randn(20, 5), torch.randint(0, 2, (20,))) for _ in range(4)]
+    space: dict[str, Any] = {"nn": torch.nn, "torch": torch, "limpet": limpet, "fit": fit, "loader": loader}
+    exec(marked("distillation"), space | {"model": Network()})
+    assert "4 steps, 4 with outputs compared (distillation" in capsys.readouterr().out

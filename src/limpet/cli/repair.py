@@ -171,9 +171,15 @@ def _loaded(memory: str, network: Any, revision: str | None, sha256: str | None)
     import limpet
 
     try:
-        return limpet.load(memory, network, revision=revision, sha256=sha256)
+        found = limpet.load(memory, network, revision=revision, sha256=sha256)
     except ValueError as error:
         raise LimpetError(str(error)) from error
+    if not isinstance(found, limpet.Memory):
+        raise LimpetError(
+            f"{memory} holds outputs ({found.method}), but this command needs a memory of the weights: create one with "
+            "limpet consolidate"
+        )
+    return found
 
 
 def _ready(dtype: str) -> tuple[Any, Any]:

@@ -107,6 +107,26 @@ class Ranks:
             summed |= {name: part.reshape(t.shape) for part, (name, t) in zip(parts, some.items(), strict=True)}
         return {name: summed[name].to(t.device) for name, t in tensors.items()} if self.rank == to else None
 
+    def totals(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Sum tensors that all ranks have, in one message per dtype.
+
+        Args:
+            tensors: The tensors of this rank, in the same order and shapes on all ranks.
+
+        Returns:
+            The sums over all ranks, on the devices of the tensors.
+        """
+        device = self._device({str(i): tensor for i, tensor in enumerate(tensors)})
+        found = list(tensors)
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            flat = torch.cat([tensors[i].to(device).reshape(-1) for i in places])
+            dist.all_reduce(flat)
+            parts = torch.split(flat, [tensors[i].numel() for i in places])
+            for i, part in zip(places, parts, strict=True):
+                found[i] = part.reshape(tensors[i].shape).to(tensors[i].device)
+        return found
+
     def numbers(self, *values: float) -> list[float]:
         """Sum each of the numbers over all ranks, in float64."""
         total = torch.tensor(values, dtype=torch.float64, device=self._device({}))

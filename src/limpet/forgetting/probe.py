@@ -80,7 +80,7 @@ class Probe:
                 found = likelihood.summary(outputs, targets, generator)
                 tally += likelihood.tally(outputs, targets)
                 summaries.append({name: tensor.cpu() for name, tensor in found.items()})
-                kept.append(_on_cpu(given if forward is not None else _without_targets(model, given)))
+                kept.append(_on_cpu(given if forward is not None else without_targets(model, given)))
         probe = cls(kept, summaries, likelihood.fisher_scale(tally, empirical=False), _sums(model, held))
         probe.metadata()  # raises now, rather than on save, if a batch cannot be stored
         return probe
@@ -172,8 +172,16 @@ def _sums(model: nn.Module, without: Collection[str]) -> dict[str, list[float]]:
     }
 
 
-def _without_targets(model: nn.Module, batch: Any) -> Any:
-    """Drop the targets of a batch, leaving a form that the model can be called with in the same way."""
+def without_targets(model: nn.Module, batch: Any) -> Any:
+    """Drop the targets of a batch, leaving a form that the model can be called with in the same way.
+
+    Args:
+        model: The model.
+        batch: The batch.
+
+    Returns:
+        The batch without targets, except for an encoder-decoder, whose decoder inputs are made from them.
+    """
     if isinstance(batch, Mapping):
         if is_encoder_decoder(model):
             return batch  # the decoder inputs are made from the labels

@@ -13,10 +13,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from limpet.errors import LimpetError, NotProtectedWarning, warn
-from limpet.integrations.training_session import TrainingSession
-from limpet.methods import Memory
+from limpet.integrations.training_session import Summary, TrainingSession, consolidate_trained, count_examples
+from limpet.methods import Memory, OutputMemory
 from limpet.model import Forward
-from limpet.protection.summary import ProtectionSummary
 
 
 class MemoryCallback(Callback):
@@ -27,7 +26,8 @@ class MemoryCallback(Callback):
     Lightning's checkpoints include the state of the memory, unless it is sharded.
 
     Args:
-        memory: A memory of the LightningModule or of a network inside it.
+        memory: A memory of the LightningModule or of a network inside it. For two memories, such as one of the weights
+            and one of the outputs (`limpet.Distillation`), pass two callbacks.
         examples: The number of examples of the new task; if the model predicts at every position, the number of
             positions predicted in one epoch. By default, `memory.count` counts it from the training data.
         budget: As in `memory.protect`.
@@ -42,7 +42,7 @@ class MemoryCallback(Callback):
 
     def __init__(
         self,
-        memory: Memory,
+        memory: Memory | OutputMemory,
         *,
         examples: int | None = None,
         budget: float | None = None,
@@ -57,7 +57,13 @@ class MemoryCallback(Callback):
         self.examples, self.budget, self.mode, self.every = examples, budget, mode, every
         self.log_every, self.consolidate, self.limit, self.forward = log_every, consolidate, limit, forward
         self._session: TrainingSession | None = None
-        self.summary: ProtectionSummary | None = None
+        self.summary: Summary | None = None
+
+    @property
+    def state_key(self) -> str:
+        """The key of this callback in checkpoints; callbacks with memories of weights and of outputs have two."""
+        own = super().state_key
+        return f"{own}[{self.memory.method}]" if isinstance(self.memory, OutputMemory) else own
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the protection."""
@@ -73,10 +79,9 @@ class MemoryCallback(Callback):
                 "include it: call memory.save(path) on every rank",
                 NotProtectedWarning,
             )
-        examples = self.examples
-        if examples is None:
-            examples = self.memory.count(trainer.train_dataloader, forward=self.forward)  # type: ignore[arg-type]
-        options = {"mode": self.mode, "every": self.every, "budget": self.budget, "batches": trainer.train_dataloader}
+        loader: Any = trainer.train_dataloader
+        examples = count_examples(self.memory, loader, self.examples, self.forward)
+        options = {"mode": self.mode, "every": self.every, "budget": self.budget, "batches": loader}
         if self.forward is not None:
             options["repair"] = {"forward": self.forward}
         self._session = TrainingSession(self.memory, trainer.optimizers[0], examples=examples, **options)
@@ -96,7 +101,7 @@ class MemoryCallback(Callback):
                 logger.log_metrics(self.summary.metrics(), step=trainer.global_step)
         if self.consolidate and session is not None:
             loader: Any = trainer.train_dataloader
-            self.memory.consolidate(loader, examples=session.examples, limit=self.limit, forward=self.forward)
+            consolidate_trained(self.memory, loader, examples=session.examples, limit=self.limit, forward=self.forward)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """End the protection."""

@@ -15,16 +15,20 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from limpet.errors import LimpetError, LimpetWarning, logger, warn
+from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, logger, warn
 from limpet.forgetting.repair import Repair
 from limpet.integrations.running_trainer import resumed_folder, run_first
-from limpet.integrations.training_session import TrainingSession
+from limpet.integrations.training_session import (
+    Summary,
+    TrainingSession,
+    consolidate_trained,
+    count_examples,
+    file_name,
+)
 from limpet.io.atomic import hard_link
-from limpet.io.hub import FILE
-from limpet.methods import Memory, state_dict
+from limpet.methods import Memory, OutputMemory, state_dict
 from limpet.methods.load import load
 from limpet.methods.repair import repair
-from limpet.protection.summary import ProtectionSummary
 
 MEASURED = 10_000
 """Default number of examples (or tokens) from which a repair estimates the curvature."""
@@ -44,7 +48,8 @@ class MemoryCallback(TrainerCallback):
     `callback.repaired`.
 
     Args:
-        memory: A memory, or the path of a memory file.
+        memory: A memory, or the path of a memory file. For two memories, such as one of the weights and one of the
+            outputs (`limpet.SelfRehearsal`), pass two callbacks.
         examples: The number of examples of the new task; if the model predicts at every position, the number of
             positions predicted in one epoch. By default, `memory.count` counts it from the training data.
         budget: As in `memory.protect`.
@@ -64,7 +69,7 @@ class MemoryCallback(TrainerCallback):
 
     def __init__(
         self,
-        memory: Memory | str | Path,
+        memory: Memory | OutputMemory | str | Path,
         *,
         examples: int | None = None,
         budget: float | None = None,
@@ -83,7 +88,7 @@ class MemoryCallback(TrainerCallback):
                 "budget= applies to protection, which is off: to repair within a budget, pass repair={'budget': ...}"
             )
         self.repaired: Repair | None = None
-        self.summary: ProtectionSummary | None = None
+        self.summary: Summary | None = None
         self._training = False
         self.examples, self.budget, self.mode, self.every = examples, budget, mode, every
         self.consolidate, self.limit = consolidate, limit
@@ -91,13 +96,13 @@ class MemoryCallback(TrainerCallback):
         self._written: tuple[Path, Any] | None = None  # the last file and its content
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> Memory | OutputMemory:
         """The memory. If it was given as a path, it is available once training has begun.
 
         Raises:
             LimpetError: If the memory has not been loaded yet.
         """
-        if not isinstance(self._memory, Memory):
+        if not isinstance(self._memory, Memory | OutputMemory):
             raise LimpetError("the memory is not loaded yet: it is read from its file when training begins")
         return self._memory
 
@@ -108,10 +113,12 @@ class MemoryCallback(TrainerCallback):
         self.close()
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         run_first(self)
-        if not isinstance(self._memory, Memory):
+        if not isinstance(self._memory, Memory | OutputMemory):
             self._memory = load(self._memory, model)
         self._resume(resumed_folder(), args, state)
-        self._count = self.memory.count(kwargs["train_dataloader"]) if self.examples is None else self.examples
+        if self.repair is not None and not isinstance(self.memory, Memory):
+            raise UnsupportedError("repair= needs a memory of the weights, such as limpet.OnlineLaplace: leave it out")
+        self._count = count_examples(self.memory, kwargs["train_dataloader"], self.examples)
         self._training = True
         if self.protect:
             options = {"mode": self.mode, "every": self.every, "budget": self.budget}
@@ -126,7 +133,10 @@ class MemoryCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the forecast (nats per old example) and the penalty (on the scale of the loss) to the logs."""
+        """Add the forecast (nats per old example) and the penalty (on the scale of the loss) to the logs.
+
+        For a memory of outputs, it is the drift and the weighted divergence.
+        """
         if logs is None or "loss" not in logs or self._session is None:
             return
         metrics = self._session.logged()
@@ -136,7 +146,7 @@ class MemoryCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save the memory in the checkpoint folder, as a hard link if it has not changed since the last checkpoint."""
-        self._write(_checkpoint(args, state) / FILE, state)
+        self._write(_checkpoint(args, state) / file_name(self.memory), state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -151,11 +161,12 @@ class MemoryCallback(TrainerCallback):
         if self.repair is not None and training:
             self._repair(kwargs["model"], data, state)
         if self.consolidate and training:
-            self.memory.consolidate(data, examples=self._count, limit=self.limit)
-            self._write(_folder(args) / FILE, state)
+            consolidate_trained(self.memory, data, examples=self._count, limit=self.limit)
+            self._write(_folder(args) / file_name(self.memory), state)
 
     def _repair(self, model: nn.Module, data: Iterable[Any], state: TrainerState) -> None:
         options = {"examples": self._count, "limit": self.limit or MEASURED, **(self.repair or {})}
+        assert isinstance(self.memory, Memory)
         self.repaired = found = repair(model, self.memory, data, **options)
         before, after = found.compared()
         logged: dict[str, Any] = {"repair_strength": after.strength}
@@ -182,7 +193,7 @@ class MemoryCallback(TrainerCallback):
         """Restore the memory of the checkpoint that training resumes from, which may be in another output folder."""
         if folder is None and not state.global_step:
             return
-        kept = (folder or _checkpoint(args, state)) / FILE
+        kept = (folder or _checkpoint(args, state)) / file_name(self.memory)
         if kept.exists():
             self.memory.load_state_dict(state_dict.read(kept))
             logger.info("restored the memory from %s", kept)

@@ -12,7 +12,7 @@ from torch import nn
 from limpet.distributed import current, is_sharded, together
 from limpet.errors import LimpetWarning, MemoryFileError, logger, warn
 from limpet.likelihoods import Likelihood
-from limpet.methods import Memory
+from limpet.methods import Memory, OutputMemory
 from limpet.methods.restore import restored
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def load(
     likelihood: Likelihood | None = None,
     revision: str | None = None,
     sha256: str | None = None,
-) -> Memory:
+) -> Memory | OutputMemory:
     """Load a memory that `memory.save` wrote.
 
     If the model is sharded (`fully_shard`), every rank reads only the blocks that it owns.
@@ -80,7 +80,8 @@ def load(
         except OSError as error:
             raise MemoryFileError(f"{path} cannot be read: {error.strerror}") from error
         memory = restored(state, model, likelihood)
-        _warn_if_unrelated(memory)
+        if isinstance(memory, Memory):
+            _warn_if_unrelated(memory)
     logger.info("loaded the memory of %d tasks from %s", memory.tasks, path)
     return memory
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from limpet.errors import LimpetWarning
 from limpet.likelihoods import Likelihood, from_description
-from limpet.methods import METHODS, Memory
+from limpet.methods import METHODS, OUTPUT_METHODS, Memory, OutputMemory
 
 if TYPE_CHECKING:
     from limpet.io.state import State
@@ -19,7 +19,7 @@ ARGUMENTS = {"max_side": "max_factor_size", "at_rest": "storage_dtype"}
 """Settings whose names in files differ from the constructor arguments."""
 
 
-def restored(state: State, model: nn.Module, likelihood: Likelihood | None = None) -> Memory:
+def restored(state: State, model: nn.Module, likelihood: Likelihood | None = None) -> Memory | OutputMemory:
     """Build the memory that a state dict describes.
 
     Args:
@@ -39,7 +39,8 @@ def restored(state: State, model: nn.Module, likelihood: Likelihood | None = Non
     settings: dict[str, Any] = content.metadata["settings"]
     with state_dict.rejecting_damage(), warnings.catch_warnings():
         warnings.simplefilter("ignore", LimpetWarning)  # they were issued when the memory was created
-        kind = METHODS[state_dict.Settings(content).choice("method", METHODS)]
+        kinds: dict[str, type[Memory] | type[OutputMemory]] = {**METHODS, **OUTPUT_METHODS}
+        kind = kinds[state_dict.Settings(content).choice("method", kinds)]
         settings = {ARGUMENTS.get(name, name): value for name, value in settings.items()}
         wanted = inspect.signature(kind.__init__).parameters.keys() & settings.keys()
         options = {name: settings[name] for name in wanted if name != "likelihood"}

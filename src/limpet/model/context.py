@@ -100,6 +100,31 @@ def full_precision() -> Iterator[None]:
         yield
 
 
+AutocastState = dict[str, tuple[bool, torch.dtype]]
+"""Whether autocast is enabled, and its dtype, by type of device."""
+
+
+def autocast_state() -> AutocastState:
+    """Return the current state of autocast."""
+    return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _device_types()}
+
+
+@contextmanager
+def autocast_as(state: AutocastState) -> Iterator[None]:
+    """Run the body in a state of autocast.
+
+    Weights are cast in every use: a cache filled without gradients would be used in a forward pass that needs them.
+
+    Args:
+        state: The state, as returned by `autocast_state`.
+    """
+    with ExitStack() as stack:
+        for kind, (enabled, dtype) in state.items():
+            if enabled or torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+        yield
+
+
 @cache
 def _device_types() -> tuple[str, ...]:
     """Return the types of the available devices."""

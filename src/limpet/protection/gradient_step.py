@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from limpet.posterior.lora import scale_down
-from limpet.protection.bound_block import BoundBlock, Group, Part, ProximalUpdate, SteppedBlock
+from limpet.protection.added_gradients import AddedGradients
+from limpet.protection.bound_block import BoundBlock, Part, ProximalUpdate, SteppedBlock
 from limpet.protection.penalty_step import PenaltyStep
 
 
@@ -18,14 +19,15 @@ class GradientStep(PenaltyStep):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._original: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # parameter, its gradient, our replacement
+        self._added = AddedGradients()
         self._applied = False  # whether the gradient of the penalty was added in this step
 
     def before_step(self, scale: Tensor | None) -> None:
         """Replace every gradient by its sum with the weighted gradient of the penalty."""
         for parameter, group, part in self._penalty_parts():
-            self._add_gradient(parameter, group, part, scale)
-        self._applied = bool(self._original)
+            weight = -self.weight if group.get("maximize") else self.weight
+            self._added.add(parameter, part, weight=weight, scale=scale)
+        self._applied = len(self._added) > 0
 
     def after_step(self) -> None:
         """Count the step."""
@@ -95,32 +97,9 @@ class GradientStep(PenaltyStep):
             if parameters[name] in group_of:
                 yield parameters[name], group_of[parameters[name]], part
 
-    def _add_gradient(self, parameter: nn.Parameter, group: Group, part: Tensor, scale: Tensor | None) -> None:
-        """Replace the gradient of a parameter by its sum with the weighted gradient of the penalty."""
-        if parameter.grad is None:
-            return
-        weight = -self.weight if group.get("maximize") else self.weight
-        if scale is not None:
-            part = part * scale.to(part.device)
-        gradient = parameter.grad.to_dense()
-        if part.dtype != gradient.dtype:  # the unweighted sum over examples may overflow half precision
-            part, weight = (part * weight).to(gradient.dtype), 1.0
-        # not added in place: the user's gradient is restored after the step
-        ours: Any = torch.add(gradient, part.to(gradient.device), alpha=weight)
-        # lets several protections of one optimizer restore their gradients in any order
-        ours.in_place_of = parameter.grad
-        self._original.append((parameter, parameter.grad, ours))
-        parameter.grad = ours
-
     def restore(self) -> None:
         """Restore the user's gradients, unless something else has replaced them."""
-        for parameter, gradient, ours in self._original:
-            found = parameter.grad
-            while found is not None and found is not ours:
-                found = getattr(found, "in_place_of", None)
-            if found is ours:
-                parameter.grad = gradient
-        self._original.clear()
+        self._added.restore()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -143,11 +122,3 @@ class GradientStep(PenaltyStep):
             others = self._rise_of_others([bound for bound in self.binding.bound if bound.lora is not None])
             left = max(self.budget.quadratic * self.old_examples - others, 0.0)
             scale_down(lora, left)
-
-
-def loss_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Return the user's own gradient of a parameter, also while protections have penalties added to it."""
-    found = parameter.grad
-    while (before := getattr(found, "in_place_of", None)) is not None:
-        found = before
-    return found

@@ -38,15 +38,16 @@ from limpet.forgetting.repair import Repair
 from limpet.model import full_precision
 from limpet.posterior import Posterior
 from limpet.posterior.sharding import reject_sharded
+from limpet.protection.added_gradients import loss_gradient
 from limpet.protection.binding import Binding, bind, parameter_groups
 from limpet.protection.bound_block import ProximalState
-from limpet.protection.gradient_step import GradientStep, loss_gradient
+from limpet.protection.gradient_step import GradientStep
 from limpet.protection.optimizers import inner_optimizer, mode_for, penalty_weight
 from limpet.protection.penalty_step import PenaltyStep
 from limpet.protection.proximal_step import ProximalStep
 from limpet.protection.repair_step import Repairer, RepairStep
 from limpet.protection.rounding import is_half
-from limpet.protection.step_guard import StepGuard
+from limpet.protection.step_hooks import StepHooks, skips_step
 from limpet.protection.summary import ProtectionSummary, not_protected
 from limpet.protection.weight_watch import WeightWatch
 
@@ -147,12 +148,10 @@ class Protection:
         self._penalty_step = self._step_for(old_examples, repairer, batches)
         self._observer, self._forecast = observer, forecast
         self._on_enter, self._on_exit = on_enter, on_exit
-        self._handles: list[Any] = []
-        self._guard: StepGuard | None = None
+        self._hooks: StepHooks | None = None
         self._entered = False
         self._groups: list[tuple[int, int]] = []  # to notice when the optimizer's groups change
         self._watch = WeightWatch([])
-        self._level = 0  # a step that calls the step of its base class runs the hooks of both
         self._forecasts: tuple[float, float | None] = (0.0, None)  # on entry and on exit
         self._warnings: tuple[str, ...] = ()
 
@@ -181,7 +180,7 @@ class Protection:
         return self._penalty_step.binding
 
     def __enter__(self) -> Protection:
-        if self._handles:
+        if self._hooks is not None:
             raise LimpetError("this protection is already active: create another one with memory.protect(...)")
         self._entered, self._watch = True, WeightWatch([])
         self._on_enter(self)
@@ -194,11 +193,13 @@ class Protection:
             self._on_exit(False)
             raise
         self.steps, self.skipped, self._penalty_step.penalised, self._warnings = 0, 0, 0, ()
-        self._handles = [
-            self.optimizer.register_step_pre_hook(self._pre_hook),
-            self.optimizer.register_step_post_hook(self._post_hook),
-        ]
-        self._guard = StepGuard(self.optimizer, self._step_raised)
+        self._hooks = StepHooks(
+            self.optimizer,
+            start=self._start_step,
+            before=self._before_step,
+            after=self._after_step,
+            restore=self._penalty_step.restore,
+        )
         if isinstance(self._penalty_step, RepairStep):
             self._penalty_step.start()
         self._active.add(self)
@@ -250,11 +251,9 @@ class Protection:
             )
 
     def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        if self._guard is not None:
-            self._guard.remove()
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
         self._active.discard(self)
         self._penalty_step.restore()
         finished = exception[0] is None
@@ -318,7 +317,7 @@ class Protection:
             penalised=self._penalty_step.penalised,
             skipped=self.skipped,
             forecast_before=before,
-            forecast_after=float(self._forecast()) if self._handles else after,
+            forecast_after=float(self._forecast()) if self._hooks is not None else after,
             repair_strength=None if self.repair is None else self.repair.strength,
             warnings=self._warnings,
         )
@@ -331,48 +330,18 @@ class Protection:
         """
         return self._penalty_step.value()
 
-    def _pre_hook(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nested = self._level > 0 and self._guard is not None and self._guard.depth > 0
-        self._level = self._level + 1 if nested else 1
-        if nested:
-            return None
+    def _start_step(self) -> None:
+        """Notice what has happened to the weights and to the optimizer since the last step."""
         self._watch.look()
         if parameter_groups(self.optimizer) != self._groups:
             self._bind()
-        # A closure computes the gradients inside the step, after this hook, so it is wrapped to process them there.
-        # args[0] is the optimizer itself.
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._before_step()
-            return None
-
-        def wrapped() -> Any:
-            self._penalty_step.restore()
-            with torch.enable_grad():
-                loss = closure()
-            self._before_step()
-            return loss
-
-        if len(args) > 1:
-            return (args[0], wrapped, *args[2:]), kwargs
-        return args, {**kwargs, "closure": wrapped}
-
-    def _step_raised(self) -> None:
-        """Restore the gradients of the loss: hooks after a step are not run when it raises."""
-        self._penalty_step.restore()
-        self._level = 0
-
-    def _skipped(self) -> bool:
-        """Whether a fused optimizer under GradScaler skips the step because it found inf."""
-        found_inf = getattr(self.optimizer, "found_inf", None)
-        return found_inf is not None and bool(found_inf > 0)
 
     @torch.no_grad()
     @full_precision()
     def _before_step(self) -> None:
         """Process the gradients of the loss before the step: call the observer and add the penalty."""
         self._penalty_step.restore()
-        if self._skipped():
+        if skips_step(self.optimizer):
             return
         scale = getattr(self.optimizer, "grad_scale", None)  # a fused optimizer divides by it inside the step
         if self._observer is not None:
@@ -390,12 +359,9 @@ class Protection:
 
     @torch.no_grad()
     @full_precision()
-    def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._level -= 1
-        if self._level > 0:
-            return
+    def _after_step(self) -> None:
         self._penalty_step.restore()
-        if self._skipped():
+        if skips_step(self.optimizer):
             self.skipped += 1
             return
         self.steps += 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -12,12 +14,25 @@ from torch.utils._pytree import tree_map
 
 from limpet.model import part
 from limpet.model.batch import batch_size, plain_batch, result_field
+from limpet.model.context import AutocastState, autocast_state
 
 ROWS = 256
 """Number of examples (whole sequences) that are recorded, about."""
 
 NOT_INPUTS = ("num_items_in_batch",)
 """Arguments that transformers' Trainer passes for the loss."""
+
+_paused: ContextVar[bool] = ContextVar("paused", default=False)
+
+
+@contextmanager
+def recording_paused() -> Iterator[None]:
+    """Run the body without recording inputs, for forward passes that are not the user's."""
+    token = _paused.set(True)
+    try:
+        yield
+    finally:
+        _paused.reset(token)
 
 
 class InputRecorder:
@@ -60,8 +75,11 @@ class InputRecorder:
             self._handle = None
 
     def _record(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or _paused.get():
             return
+        self._add(args, kwargs)
+
+    def _add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.seen += 1
         size = None if not self.batches else batch_size(self.batches[0])
         capacity = max(self.rows // (size or 1), 1)
@@ -74,12 +92,9 @@ class InputRecorder:
     def _copied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Copy the arguments of a call to the CPU, as a batch of at most `rows` examples."""
         batch = self._batch(args, {key: value for key, value in kwargs.items() if key not in NOT_INPUTS})
-
-        def copy(leaf: Any) -> Any:
-            return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
-
         size = batch_size(batch)
-        return tree_map(copy, part(batch, slice(0, self.rows)) if size and size > self.rows else plain_batch(batch))
+        some = part(batch, slice(0, self.rows)) if size and size > self.rows else plain_batch(batch)
+        return tree_map(lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, some)
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and hasattr(self.model, "config"):  # a model of transformers, whose arguments have known names
@@ -97,11 +112,55 @@ class InputRecorder:
     def forward(self) -> Any:
         """The `forward` function for the sample: None where the default works."""
         generic = any(isinstance(batch, dict) and set(batch) == {"args", "kwargs"} for batch in self.batches)
-        return _called if generic else None
+        return called_as_recorded if generic else None
 
 
-def _called(model: nn.Module, batch: Any) -> Any:
-    """Call a model with recorded arguments."""
+def called_as_recorded(model: nn.Module, batch: Any) -> Any:
+    """Call a model with recorded arguments: a `forward` for `{"args": ..., "kwargs": ...}`.
+
+    Args:
+        model: The model.
+        batch: The arguments.
+
+    Returns:
+        Outputs, and None for the targets.
+    """
     result = model(*batch["args"], **batch["kwargs"])
     logits = result_field(result, "logits")
     return (result if logits is None else logits), None
+
+
+class StepInputs(InputRecorder):
+    """Keeps the batches that a model is called on with gradients enabled, until they are cleared.
+
+    Args:
+        model: The model.
+        keep: Whether to keep batches; otherwise only the autocast state is.
+
+    Attributes:
+        keep: Whether to keep batches. It may be changed while recording.
+        autocast: The state of autocast in the last call; None before the first one.
+    """
+
+    LIMIT = 64
+    """Maximum number of batches: more accumulate only if the model is called without the optimizer stepping."""
+
+    def __init__(self, model: nn.Module, *, keep: bool) -> None:
+        super().__init__(model)
+        self.keep = keep
+        self.autocast: AutocastState | None = None
+
+    def _add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.autocast = autocast_state()
+        if self.keep:
+            self.seen += 1
+            batch = self._batch(args, {key: value for key, value in kwargs.items() if key not in NOT_INPUTS})
+            # copied, because loaders may reuse the memory of a batch
+            self.batches.append(
+                tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, plain_batch(batch))
+            )
+            del self.batches[: -self.LIMIT]
+
+    def clear(self) -> None:
+        """Forget the batches."""
+        self.batches.clear()
