@@ -30,6 +30,7 @@ warn("of this shard", LimpetWarning, every_rank=True)
 if rank == 1:
     with distributed.alone():
         warn("alone", LimpetWarning)
+dist.barrier()  # a rank that ends while the other is still connecting breaks its connection
 dist.destroy_process_group()
 """
 

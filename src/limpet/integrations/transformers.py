@@ -118,11 +118,12 @@ class MemoryCallback(TrainerCallback):
         self._resume(resumed_folder(), args, state)
         if self.repair is not None and not isinstance(self.memory, Memory):
             raise UnsupportedError("repair= needs a memory of the weights, such as limpet.OnlineLaplace: leave it out")
-        self._count = count_examples(self.memory, kwargs["train_dataloader"], self.examples)
+        data: Any = kwargs.get("train_dataloader")
+        self._count = count_examples(self.memory, data, self.examples)
         self._training = True
         if self.protect:
             options = {"mode": self.mode, "every": self.every, "budget": self.budget}
-            options["batches"] = kwargs["train_dataloader"]
+            options["batches"] = data
             self._session = TrainingSession(self.memory, optimizer, examples=self._count, **options)
 
     def on_log(
