@@ -63,7 +63,7 @@ RUN = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sign", "kills"), [(signal.SIGKILL, 6), (signal.SIGTERM, 2)])
+@pytest.mark.parametrize(("sign", "kills"), [(signal.SIGKILL, 3), (signal.SIGTERM, 2)])
 def test_a_run_killed_at_random_moments(tmp_path: Path, small_data: Path, sign: signal.Signals, kills: int) -> None:
     def finish(name: str) -> tuple[RunFolder, float, float]:
         """The run to its end; seconds until its first checkpoint, and from there."""
