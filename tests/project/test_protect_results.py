@@ -1,0 +1,28 @@
+"""The page of results/protect says what its records say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conftest import benchmark
+
+PAGE = Path(__file__).parents[2] / "results" / "protect" / "README.md"
+
+
+def test_the_tables_are_those_of_the_records() -> None:
+    sentences = benchmark("protect_sentences")
+    points = sentences.common.read_records(sentences.RESULTS)
+    for rate in sentences.RATES:
+        assert sentences.table(points, rate) in PAGE.read_text(), "python -m benchmarks protect_sentences --draw"
+
+
+def test_protection_keeps_the_old_task_and_learns_the_new_one() -> None:
+    sentences = benchmark("protect_sentences")
+    points = sentences.common.read_records(sentences.RESULTS)
+    protected = [p for p in points if p["what"] == "protect"]
+    assert protected
+    for p in protected:
+        (plain,) = (q for q in points if (q["seed"], q["rate"], q["what"]) == (p["seed"], p["rate"], "plain"))
+        assert p["old"][0] > p["before"][0] - 4
+        if p["rate"] != "3e-5":  # where one seed has learned little of the new task, and loses most of it
+            assert p["new"][0] > plain["new"][0] - 6
