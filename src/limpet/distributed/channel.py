@@ -180,6 +180,7 @@ class Channel:
             missing = self._missing(key, ANSWER_SECONDS, until="verdict") if absent is None else absent
             said = f"{missing[0] if missing else ''}\n{text(missing)}"
             verdict = self._store.compare_set(self._key("verdict"), "", said).decode()
+            self._stay()
         except RuntimeError:  # the store has ended
             time.sleep(0 if self._heard else POLL_SECONDS)
             verdict = self._heard[0] if self._heard else "0\n" + text([0])
@@ -187,10 +188,20 @@ class Channel:
         self.broken = RankError(message, int(rank) if rank else None)
         return self.broken
 
-    def _missing(self, key: str, seconds: float, until: str | None = None) -> list[int]:
+    def _stay(self) -> None:
+        """Wait on rank 0, which usually hosts the store, until the others have the verdict from there."""
+        with suppress(RuntimeError):
+            self._store.set(self._key("heard", self.rank), "")
+            if self.rank == 0:
+                alive = [rank for rank in range(self.size) if self._store.check([self._key("here", rank)])]
+                self._missing("heard", ANSWER_SECONDS, among=alive)
+
+    def _missing(
+        self, key: str, seconds: float, until: str | None = None, among: Iterable[int] | None = None
+    ) -> list[int]:
         """The ranks that do not set their key in the store in this time, or before another key is set."""
         pause, deadline = 0.001, time.monotonic() + seconds
-        missing = list(range(self.size))
+        missing = list(range(self.size) if among is None else among)
         while True:
             missing = [rank for rank in missing if not self._store.check([self._key(key, rank)])]
             over = time.monotonic() >= deadline or (until is not None and self._store.check([self._key(until)]))
@@ -210,6 +221,7 @@ class Channel:
             while not self._stop.wait(POLL_SECONDS / 10):
                 if store.check([self._key("verdict")]):
                     self._heard.append(store.get(self._key("verdict")).decode())
+                    store.set(self._key("heard", self.rank), "")
                     break
 
     def _all_here(self, operation: str) -> bool:
