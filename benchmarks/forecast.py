@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import common
 from common import versions
 from learner import Learner
-from limpet.errors import NotProtectedWarning
+from limpet.errors import LimpetWarning, NotProtectedWarning
 from limpet.experiments.data import Examples
 from limpet.experiments.training import TaskTraining
 
@@ -48,7 +49,7 @@ class Watched(Learner):
     def __init__(self, experiment: str, settings: dict[str, Any]) -> None:
         super().__init__(experiment, settings)
         self.old: list[tuple[Examples, int]] = []
-        self.pairs: list[dict[str, float]] = []
+        self.pairs: list[dict[str, Any]] = []
 
     def learn(self) -> None:
         """All tasks; before each one that is not the first, what the old ones cost is noted."""
@@ -57,7 +58,7 @@ class Watched(Learner):
             training = TaskTraining(self.model, [lesson], self.recipe, number)
             total = self.recipe.training.epochs * training.updates_per_epoch
             moments = {max(round(share * total), 1) for share in MOMENTS[:-1]}
-            before = self._losses()
+            before = self._outputs()
 
             def look(done: int, _: int, number: int = number, training: TaskTraining = training) -> None:
                 update = training.position.epoch * training.updates_per_epoch + done
@@ -76,21 +77,26 @@ class Watched(Learner):
             self.old.append((lesson.train.take(order[:LOOKED_AT]), lesson.head))
 
     @torch.no_grad()
-    def _losses(self) -> list[float]:
+    def _outputs(self) -> list[tuple[Tensor, Tensor]]:
+        """Log probabilities and labels of the old tasks."""
         self.model.eval()
-        losses = []
+        found = []
         for examples, head in self.old:
-            parts = [F.cross_entropy(self.model(x, head), y, reduction="sum") for x, y in examples.batches(500)]
-            losses.append(float(torch.stack(parts).sum()) / len(examples))
+            parts = [(self.model(x, head).log_softmax(1), y) for x, y in examples.batches(500)]
+            found.append((torch.cat([one for one, _ in parts]), torch.cat([y for _, y in parts])))
         self.model.train()
-        return losses
+        return found
 
-    def _note(self, task: int, share: float, before: list[float]) -> None:
-        forecast = self.method.memory.forecast()
-        rise = float(np.mean(self._losses())) - float(np.mean(before))
-        self.pairs.append(
-            {"task": task, "at": share, "forecast": forecast, "quadratic": forecast.quadratic, "rise": rise}
-        )
+    def _note(self, task: int, share: float, before: list[tuple[Tensor, Tensor]]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LimpetWarning)
+            forecast = self.method.memory.forecast()
+        pairs = list(zip(before, self._outputs(), strict=True))
+        rises = [float(F.nll_loss(now, y) - F.nll_loss(then, y)) for (then, y), (now, _) in pairs]
+        drifts = [float(F.kl_div(now, then, log_target=True, reduction="batchmean")) for (then, _), (now, _) in pairs]
+        found = {"forecast": float(forecast), "quadratic": forecast.quadratic, "rise": float(np.mean(rises))}
+        found |= {"forecast_drift": forecast.drift, "drift": float(np.mean(drifts)), "trusted": forecast.trusted}
+        self.pairs.append({"task": task, "at": share, **found})
 
 
 def measure(experiment: str, tasks: int, strengths: list[float], seed: int) -> dict[str, Any]:
@@ -122,8 +128,19 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
     """How well the pairs agree."""
     pairs = [pair for run in record["runs"] for pair in run["pairs"]]
     rise, forecast, quadratic = (np.array([pair[key] for pair in pairs]) for key in ("rise", "forecast", "quadratic"))
-    return {
-        "pairs": len(pairs),
+    shown = {"pairs": float(len(pairs))}
+    if "drift" in pairs[0]:
+        drift, said = (np.array([pair[key] for pair in pairs]) for key in ("drift", "forecast_drift"))
+        trusted = np.array([pair["trusted"] for pair in pairs])
+        shown |= {
+            "trusted (%)": 100 * float(trusted.mean()),
+            "lost more than 2.5 times the forecast, trusted (%)": 100
+            * float(np.mean((rise > 2.5 * forecast) & trusted)),
+            "drift: median relative error": float(np.median(np.abs(said - drift) / drift)),
+            "drift: median measured / forecast": float(np.median(drift / said)),
+            "drift: within a factor of 2.5 (%)": 100 * float(np.mean(np.abs(np.log(drift / said)) < np.log(2.5))),
+        }
+    return shown | {
         "rank correlation": rank_correlation(forecast, rise),
         "median relative error": float(np.median(np.abs(forecast - rise) / np.abs(rise))),
         "median measured / forecast": float(np.median(rise / forecast)),
@@ -189,8 +206,8 @@ def main() -> None:
     found = {record["experiment"]: numbers(record) for record in records}
     print("| |", " | ".join(found), "|")
     print("| --- |", " | ".join("---" for _ in found), "|")
-    for key in next(iter(found.values())):
-        print(f"| {key} |", " | ".join(f"{values[key]:.3g}" for values in found.values()), "|")
+    for key in max(found.values(), key=len):
+        print(f"| {key} |", " | ".join(f"{v[key]:.3g}" if key in v else "" for v in found.values()), "|")
 
 
 if __name__ == "__main__":

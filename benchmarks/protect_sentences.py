@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 import common
 import limpet
 from common import versions
+from limpet.forgetting.drift import measured_drift
+from limpet.forgetting.probe import Probe
 from repair_figures import markdown, spread
 from repair_sentences import MEASURED, NEW, OLD, Experiment
 from sentences import Batch
@@ -35,6 +38,7 @@ PROBE = 100
 REPLAYED, REPLAY_BATCH = 0.05, 4  # share of the old data that is kept, and how many of them join each batch
 DISTILLATION, L2 = 1.0, 0.1  # weight of the KL divergence; half the factor of |w - before|^2
 MOMENTS = (2, 5, 10, 20, 30, 45, 60)
+BUDGETS = (0.01, 0.03, 0.1)
 SCALE = 0.6
 RUNS = ("plain", "protect", "replay", "distillation", "l2-sp")
 
@@ -56,6 +60,11 @@ class Rivals:
         self.start = copy.deepcopy(self.model.state_dict())
         self.before = self.experiment.scores(OLD, self.head)
         self.consolidated_before = self._consolidated_loss()
+        self.slope = self._slope()
+        self.test_probe = Probe(
+            [{k: v for k, v in batch.items() if k != "labels"} for batch in self.experiment.test[OLD]],
+            [limpet.Categorical().summary(self._old_test(batch), None) for batch in self.experiment.test[OLD]],
+        )
 
     def restart(self) -> None:
         """The encoder after the first task, with a new head."""
@@ -81,13 +90,42 @@ class Rivals:
         self.model.train(mode)
         return statistics.mean(found)
 
-    def moment(self, step: int) -> dict[str, float]:
-        """Forecast, drift and the true increase of the old loss at the current weights."""
-        forecast = self.memory.forecast()
-        drift = self.memory.drift(forward=lambda model, batch: (self.old_logits(model, batch), None))
-        rise = self._consolidated_loss() - self.consolidated_before
-        found = {"step": step, "forecast": float(forecast), "quadratic": forecast.quadratic, "drift": float(drift)}
-        return {name: round(value, 6) for name, value in {**found, "rise": rise}.items()}
+    @torch.no_grad()
+    def _old_test(self, batch: Batch) -> Tensor:
+        self.model.eval()
+        return self.old_logits(self.model, batch)
+
+    def _slope(self) -> dict[str, Tensor]:
+        """The gradient of the mean loss on the same 96 texts."""
+        self.model.eval()
+        parameters = {name: p for name, p in self.model.named_parameters() if "classifier" not in name}
+        batches = self.experiment.train[OLD][:6]
+        losses = [F.cross_entropy(self.old_logits(self.model, batch), batch["labels"]) for batch in batches]
+        found = torch.autograd.grad(torch.stack(losses).mean(), list(parameters.values()), allow_unused=True)
+        return {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+
+    @torch.no_grad()
+    def moment(self, step: int) -> dict[str, Any]:
+        """What the memory says at the current weights, and what is true there."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", limpet.LimpetWarning)
+            forecast = self.memory.forecast()
+        drift = self.memory.drift(forward=self.through_old_head)
+        weights = dict(self.model.named_parameters())
+        found = {
+            "forecast": float(forecast),
+            "forecast_drift": forecast.drift,
+            "quadratic": forecast.quadratic,
+            "slope": sum(float((g * (weights[name] - self.start[name])).sum()) for name, g in self.slope.items()),
+            "drift": float(drift),
+            "rise": self._consolidated_loss() - self.consolidated_before,
+        }
+        rounded = {name: None if value is None else float(f"{value:.4g}") for name, value in found.items()}
+        return {"step": step, "trusted": forecast.trusted, **rounded}
+
+    def through_old_head(self, model: Any, batch: Any) -> tuple[Tensor, None]:
+        """The `forward` of the memory's probe."""
+        return self.old_logits(model, batch), None
 
     def extra(self, what: str) -> Any:
         """The further loss of a rival."""
@@ -141,8 +179,20 @@ class Rivals:
             points.append(self.point(f"plain, then times {SCALE}", rate, 0.0, end=self.moment(steps)))
             self.model.load_state_dict(tuned)
             begin = time.perf_counter()
-            limpet.repair(self.model, self.memory, self.experiment.train[NEW], limit=MEASURED, progress=False)
+            repair = limpet.repair(
+                self.model,
+                self.memory,
+                self.experiment.train[NEW],
+                limit=MEASURED,
+                progress=False,
+                probe_forward=self.through_old_head,
+            )
             points.append(self.point("plain, then repair", rate, time.perf_counter() - begin, end=self.moment(steps)))
+            for budget in BUDGETS:
+                begin = time.perf_counter()
+                repair.within_budget(budget)
+                seconds = time.perf_counter() - begin
+                points.append(self.point(f"budget {budget}", rate, seconds, end=self.moment(steps)))
         return points
 
     def point(self, what: str, rate: str, seconds: float, **facts: Any) -> dict[str, Any]:
@@ -152,6 +202,8 @@ class Rivals:
             self.experiment.scores(OLD, self.head),
         )
         point = {"seed": self.seed, "rate": rate, "what": what, "new": new, "old": old, "before": self.before}
+        drift = measured_drift(self.model, [self.test_probe], limpet.Categorical(), self.through_old_head)
+        point["drift_test"] = [round(float(drift), 5), round(drift.standard_error, 5)]
         return point | {"seconds": round(seconds, 1), **facts, "versions": versions("transformers")}
 
 

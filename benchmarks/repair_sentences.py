@@ -43,15 +43,22 @@ TOLERANCES = (0.01, 0.02, 0.05)
 
 
 class Experiment:
-    """The encoder, the two tasks as batches, and the encoder that has learned the first."""
+    """The encoder, the two tasks as batches, and the encoder that has learned the first.
 
-    def __init__(self, model: str, reviews: Path, seed: int) -> None:
+    Args:
+        model: Folder or name of the encoder.
+        reviews: File with the texts.
+        seed: Seed of the texts and of the training.
+        old: The first task.
+    """
+
+    def __init__(self, model: str, reviews: Path, seed: int, old: str = OLD) -> None:
         self.seed = seed
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(model)
         size = max(TRAIN[name] + TEST[name] for name in TRAIN)
         found = texts(reviews, 2 * size, seed)
         # the texts of the second task are not those of the first
-        halves = {OLD: found[OLD][:size], NEW: found[NEW][size:]}
+        halves = {OLD: found[old][:size], NEW: found[NEW][size:]}
         self.test = {name: self._batches(halves[name][: TEST[name]]) for name in TRAIN}
         self.train = {name: self._batches(halves[name][TEST[name] : TEST[name] + TRAIN[name]]) for name in TRAIN}
         torch.manual_seed(seed)

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 if importlib.util.find_spec("pydantic") is not None:  # what limpet.experiments needs; the core's tests do not
     from experiment_data import cache_folder, mirror, small_data
@@ -23,3 +24,8 @@ def benchmark(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def pytest_configure(config: Any) -> None:
+    """The networks of most tests are too small, or their structures too coarse, for a forecast to be trusted."""
+    config.addinivalue_line("filterwarnings", "ignore:limpet. forecasts of this memory cannot be trusted")

@@ -78,7 +78,7 @@ def test_repeated_layers_share_a_line_unless_all_are_asked_for(tmp_path: Path) -
     for full in (False, True):
         console = Console(width=160, record=True, file=io.StringIO())
         show_inspection(console, inspect(tmp_path / "memory.safetensors"), full=full)
-        told[full] = [line.split() for line in console.export_text().splitlines() if "fc" in line]
+        told[full] = [line.split() for line in console.export_text().splitlines() if ".fc" in line]
     assert [line[:2] for line in told[True]] == [[f"{i}.fc", "1"] for i in range(3)]
     ((name, number, *_, share, percent, stake, size),) = told[False]
     assert (name, number, percent) == ("*.fc", "3", "%") and size == f"{sum(block.nbytes for block in blocks):,}"

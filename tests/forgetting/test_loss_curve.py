@@ -17,7 +17,8 @@ import limpet
 import networks
 from limpet.errors import LimpetError, MemoryFileError, UnsupportedError
 from limpet.forgetting.loss_curve import EXPECTED, KEPT, MARGIN, Curve, TaskHistory
-from limpet.forgetting.measurement import LEAST, RISES, SURE, LossProbe, along_gradient, measure, step_for_rise
+from limpet.forgetting.loss_probe import SURE, LossProbe
+from limpet.forgetting.measurement import LEAST, RISES, along_gradient, measure, step_for_rise
 from limpet.likelihoods import Categorical
 from limpet.posterior.perturbation import block_perturbations, by_parameter
 from reference import dense_fisher
@@ -98,8 +99,8 @@ def test_points_are_the_dense_quadratic_and_the_loss_at_the_pushed_weights(struc
     memory = limpet.OnlineLaplace(model, structure=structure, strength=2.0)
     fisher = measured_fisher(memory.model, [(x, y)], Categorical(), structure)
     memory._settle([fisher], None)
-    curve = measure(memory.posterior, fisher, Categorical(), None, seed=5)
-    again = measure(memory.posterior, fisher, Categorical(), None, seed=5)
+    curve, _ = measure(memory.posterior, fisher, Categorical(), None, seed=5)
+    again, _ = measure(memory.posterior, fisher, Categorical(), None, seed=5)
     assert curve == again
     blocks = block_perturbations(memory.posterior, fisher)
     weights = dict(model.named_parameters())
@@ -283,6 +284,8 @@ def test_a_forecast_says_each_task_and_block(tmp_path: Path) -> None:
         {"travelled": 0.0, "tasks": [[0, 0.0, [0.1], [0.1]]]},
         {"travelled": 0.0, "tasks": [[10, 0.0, [0.1], [math.nan]]]},
         {"travelled": 0.0, "tasks": [[10, 0.0, [0.0], [0.1]]]},
+        {"travelled": 0.0, "tasks": [[10, 0.0, [0.1], [0.1]]], "coherent": []},
+        {"travelled": 0.0, "tasks": [[10, 0.0, [0.1], [0.1]]], "coherent": [[[0.1], [0.2, 0.3]]]},
         {"travelled": 0.0},
     ],
 )

@@ -170,7 +170,7 @@ class WithMemory(Method):
         """Return the memory's forecast and penalty."""
         if not self.memory.tasks:
             return Status()
-        forecast = self.memory.forecast()
+        forecast = self.memory._forecast()
         penalty = float(self.memory.penalty()) / self._examples
         return Status(float(forecast), forecast.blocks, self.recipe.memory.budget, penalty)
 
@@ -265,7 +265,7 @@ class Repair(Laplace):
         """Return the memory's forecast; there is no penalty."""
         if not self.memory.tasks:
             return Status()
-        forecast = self.memory.forecast()
+        forecast = self.memory._forecast()
         return Status(float(forecast), forecast.blocks)
 
     def learned(self, lesson: Lesson, earlier: Callable[[], Iterable[Lesson]]) -> None:

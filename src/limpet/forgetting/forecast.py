@@ -5,7 +5,9 @@
 with F the Fisher of all tasks seen, without strengths and without the prior, and N the number of all their examples: q
 is the second-order Taylor expansion of the mean old loss around the mean, where its gradient is assumed to be zero. R_t
 is the loss curve of task t, measured when the task was consolidated, and q_t the sum of the q of all tasks consolidated
-since then (`limpet.forgetting.loss_curve`).
+since then (`limpet.forgetting.loss_curve`). A second curve, of the drift along coherent displacements, shows whether
+the quadratic describes the network at all (`limpet.forgetting.coherent`). Where it does not, the forecast is the higher
+of the two curves, and `trusted` is False.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 
 from limpet.curvature import FisherPass
 from limpet.forgetting.loss_curve import TaskHistory
-from limpet.forgetting.measurement import LossProbe
+from limpet.forgetting.loss_probe import LossProbe
 from limpet.model import named_parameters, perturbed, preserve_state
 from limpet.posterior import Posterior
 
@@ -29,13 +31,25 @@ class Forecast(float):
         quadratic: Prediction of the second-order expansion alone.
         blocks: Contribution of each block to the increase, by name.
         tasks: Predicted increase for each task, oldest first.
+        drift: Predicted KL(before || now), in nats per example; None if its curve was not measured. Unlike the loss,
+            which may also fall, it increases in every direction.
+        doubt: Why the forecast cannot be trusted; None if it can.
     """
 
     quadratic: float
+    drift: float | None
     blocks: dict[str, float]
     tasks: list[float]
+    doubt: str | None
 
-    def __new__(cls, rise: float, quadratics: dict[str, float], tasks: list[float]) -> Forecast:
+    def __new__(
+        cls,
+        rise: float,
+        quadratics: dict[str, float],
+        tasks: list[float],
+        drift: float | None = None,
+        doubt: str | None = None,
+    ) -> Forecast:
         """Divide the increase among the blocks in proportion to their quadratics.
 
         Args:
@@ -43,12 +57,19 @@ class Forecast(float):
             quadratics: The quadratic prediction of each block, by name. Blocks contribute to the increase in
                 proportion to it.
             tasks: The predicted increase for each task, oldest first.
+            drift: The predicted drift.
+            doubt: Why the forecast cannot be trusted.
         """
         q = sum(quadratics.values())
         forecast = super().__new__(cls, rise)
-        forecast.quadratic, forecast.tasks = q, tasks
+        forecast.quadratic, forecast.tasks, forecast.drift, forecast.doubt = q, tasks, drift, doubt
         forecast.blocks = {name: part * rise / q if q else 0.0 for name, part in quadratics.items()}
         return forecast
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the displacement is within what was measured, in a network that the curvature describes."""
+        return self.doubt is None
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         """Support copy and pickle, which restore the attributes afterwards."""
@@ -57,7 +78,8 @@ class Forecast(float):
     def __str__(self) -> str:
         worst = sorted(self.blocks.items(), key=lambda item: -item[1])[:3]
         named = ", ".join(f"{name} {value:.4g}" for name, value in worst if value > 0)
-        return f"{float(self):.4g} nats per example" + (f" (most in {named})" if named else "")
+        doubt = f"; not to be trusted: {self.doubt}" if self.doubt else ""
+        return f"{float(self):.4g} nats per example" + (f" (most in {named})" if named else "") + doubt
 
 
 @torch.no_grad()
@@ -77,7 +99,7 @@ def forecast(posterior: Posterior, examples: int, history: TaskHistory) -> Forec
         quadratics[name] = rise / examples
     q = sum(quadratics.values())
     tasks = history.rises(q)
-    return Forecast(history.mean(tasks) if tasks else q, quadratics, tasks)
+    return Forecast(history.mean(tasks) if tasks else q, quadratics, tasks, history.drift(q), history.doubt(q))
 
 
 def fresh_forecast(posterior: Posterior, one_pass: FisherPass, batches: Iterable[Any]) -> Forecast:

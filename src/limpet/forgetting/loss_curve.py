@@ -28,6 +28,9 @@ MARGIN = 2.0
 Chosen on permuted MNIST.
 """
 
+AGREE = 2.5
+"""Largest ratio of the coherent curve to the loss curve at which the quadratic is said to describe the network."""
+
 KEPT = 64
 """Largest number of tasks stored individually; beyond it the two oldest are merged."""
 
@@ -122,11 +125,32 @@ class TaskRecord:
         examples: Number of examples of the task.
         curve: The loss curve of the task.
         since: Value of `TaskHistory.travelled` when the task was consolidated.
+        coherent: The drift along coherent displacements (`limpet.forgetting.coherent`); None if not measured.
     """
 
     examples: int
     curve: Curve
     since: float
+    coherent: Curve | None = None
+
+    @cached_property
+    def quadratic_holds(self) -> bool | None:
+        """Whether coherent displacements cost about what others with the same quadratic cost; None if not measured."""
+        if self.coherent is None or not self.curve.predicted:
+            return None
+        return all(self.coherent(q) <= AGREE * self.curve(q) for q in self.coherent.predicted)
+
+    def rise(self, q: float) -> float:
+        """Return the increase of the loss where the quadratic predicts q: the larger of both curves if they differ."""
+        if self.coherent is None or self.quadratic_holds:
+            return self.curve(q)
+        return max(self.curve(q), self.coherent(q))
+
+    @property
+    def measured_to(self) -> float:
+        """The largest q that a curve was measured at; 0 if none was."""
+        curves = (self.curve, self.coherent or Curve())
+        return max((curve.predicted[-1] for curve in curves if curve.predicted), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -144,32 +168,31 @@ class TaskHistory:
     tasks: tuple[TaskRecord, ...] = ()
     travelled: float = 0.0
 
-    def learned(self, examples: int, curve: Curve, moved: float) -> TaskHistory:
+    def learned(self, examples: int, curve: Curve, moved: float, coherent: Curve | None = None) -> TaskHistory:
         """Add a task.
 
         Args:
             examples: Number of examples of the task.
             curve: The loss curve of the task.
             moved: The q of the move from the previous mode to that of the task.
+            coherent: The coherent curve of the task, if it was measured.
 
         Returns:
             The history with the task. Beyond the limit on stored tasks, the two oldest are merged.
         """
         travelled = self.travelled + moved
-        tasks = (*self.tasks, TaskRecord(examples, curve, travelled))
+        tasks = (*self.tasks, TaskRecord(examples, curve, travelled, coherent))
         if len(tasks) > KEPT:
             tasks = (_merged(*tasks[:2]), *tasks[2:])
         return TaskHistory(tasks, travelled)
 
-    def with_curve(self, curve: Curve) -> TaskHistory:
-        """Replace the curve of the newest task."""
-        return replace(self, tasks=(*self.tasks[:-1], replace(self.tasks[-1], curve=curve)))
+    def with_curves(self, curve: Curve, coherent: Curve | None) -> TaskHistory:
+        """Replace the curves of the newest task."""
+        return replace(self, tasks=(*self.tasks[:-1], replace(self.tasks[-1], curve=curve, coherent=coherent)))
 
     def measured_again(self) -> TaskHistory:
         """Reset the accumulated q of every task to zero, for curvature that was re-estimated at the newest mode."""
-        return TaskHistory(
-            tuple(TaskRecord(task.examples, task.curve, self.travelled) for task in self.tasks), self.travelled
-        )
+        return replace(self, tasks=tuple(replace(task, since=self.travelled) for task in self.tasks))
 
     def rises(self, q: float) -> list[float]:
         """Predict the increase of every task's mean loss.
@@ -180,8 +203,41 @@ class TaskHistory:
         Returns:
             The increase for each task, oldest first, in nats per example.
         """
-        behind = [(task.curve, self.travelled - task.since) for task in self.tasks]
-        return [curve(before + q) - curve(before) for curve, before in behind]
+        behind = [(task, self.travelled - task.since) for task in self.tasks]
+        return [task.rise(before + q) - task.rise(before) for task, before in behind]
+
+    def drift(self, q: float) -> float | None:
+        """Predict the drift KL(before || now) since the last consolidation, averaged over the tasks.
+
+        Args:
+            q: The quadratic prediction since the last consolidation, in nats per example.
+
+        Returns:
+            The drift, in nats per example; None unless the coherent curves of all tasks were measured.
+        """
+        curves = [task.coherent for task in self.tasks if task.coherent is not None]
+        if not curves or len(curves) < len(self.tasks):
+            return None
+        return self.mean([curve(q) for curve in curves])
+
+    def doubt(self, q: float) -> str | None:
+        """Say why a forecast cannot be trusted.
+
+        Args:
+            q: The quadratic prediction since the last consolidation, in nats per example.
+
+        Returns:
+            The reason; None if the curves of all tasks were measured this far, and agree.
+        """
+        if not q:
+            return None
+        if any(task.quadratic_holds is None for task in self.tasks) or not self.tasks:
+            return "it was not measured how the old loss increases around these weights"
+        if not all(task.quadratic_holds for task in self.tasks):
+            return "the curvature does not describe this network: coherent steps cost far more than it predicts"
+        if any(self.travelled - task.since + q > task.measured_to for task in self.tasks):
+            return "the weights are further away than the loss was measured"
+        return None
 
     def mean(self, values: Sequence[float]) -> float:
         """Average one value per task, weighted by the number of examples."""
@@ -191,7 +247,8 @@ class TaskHistory:
     def plain(self) -> dict[str, Any]:
         """Convert to JSON-serializable values."""
         tasks = [[t.examples, t.since, list(t.curve.predicted), list(t.curve.measured)] for t in self.tasks]
-        return {"travelled": self.travelled, "tasks": tasks}
+        coherent = [t.coherent and [list(t.coherent.predicted), list(t.coherent.measured)] for t in self.tasks]
+        return {"travelled": self.travelled, "tasks": tasks, "coherent": coherent}
 
     @classmethod
     def restore(cls, values: Mapping[str, Any] | None) -> TaskHistory:
@@ -208,13 +265,24 @@ class TaskHistory:
         """
         if values is None:
             return cls()
+        coherent = values.get("coherent", [None] * len(values["tasks"]))  # older files have none
         tasks = tuple(
-            TaskRecord(positive_whole("examples", n), Curve(_rising(q), _rising(rise)), finite_number("since", since))
-            for n, since, q, rise in values["tasks"]
+            TaskRecord(
+                positive_whole("examples", n),
+                _restored(q, rise),
+                finite_number("since", since),
+                None if other is None else _restored(*other),
+            )
+            for (n, since, q, rise), other in zip(values["tasks"], coherent, strict=True)
         )
-        if any(len(task.curve.predicted) != len(task.curve.measured) for task in tasks):
-            raise ValueError("a loss curve must have as many measured as predicted increases")
         return cls(tasks, finite_number("travelled", values["travelled"]))
+
+
+def _restored(predicted: Sequence[Any], measured: Sequence[Any]) -> Curve:
+    """Check the points of a stored curve."""
+    if len(predicted) != len(measured):
+        raise ValueError("a loss curve must have as many measured as predicted increases")
+    return Curve(_rising(predicted), _rising(measured))
 
 
 def _rising(values: Sequence[Any]) -> tuple[float, ...]:
@@ -228,7 +296,11 @@ def _rising(values: Sequence[Any]) -> tuple[float, ...]:
 def _merged(a: TaskRecord, b: TaskRecord) -> TaskRecord:
     """Merge two tasks into one, averaging their curves and `since` by number of examples."""
     examples = a.examples + b.examples
-    knots = a.curve.predicted or b.curve.predicted
-    points = ((q, (a.examples * a.curve(q) + b.examples * b.curve(q)) / examples) for q in knots)
+
+    def average(one: Curve, other: Curve) -> Curve:
+        knots = one.predicted or other.predicted
+        return Curve.through((q, (a.examples * one(q) + b.examples * other(q)) / examples) for q in knots)
+
     since = (a.examples * a.since + b.examples * b.since) / examples
-    return TaskRecord(examples, Curve.through(points), since)
+    coherent = None if a.coherent is None or b.coherent is None else average(a.coherent, b.coherent)
+    return TaskRecord(examples, average(a.curve, b.curve), since, coherent)

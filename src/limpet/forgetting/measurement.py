@@ -22,17 +22,19 @@ labels are given up.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from limpet.curvature import Fisher
 from limpet.distributed import current
+from limpet.forgetting.coherent import coherent_curve
 from limpet.forgetting.loss_curve import Curve
+from limpet.forgetting.loss_probe import LossProbe
 from limpet.likelihoods import Likelihood
-from limpet.model import Forward, call, named_parameters, perturbed, prepared, preserve_state, trainable
+from limpet.model import Forward, preserve_state
 from limpet.posterior import Posterior
 from limpet.posterior.perturbation import BlockPerturbation, block_perturbations, by_parameter, numbered
 from limpet.precision.linalg import bisected
@@ -46,13 +48,22 @@ SHARE = 0.05
 LEAST = 16
 """Smallest number of examples to measure on."""
 
-SURE = 20
-"""Mean count per label from which a label that does not occur is considered absent from the task, not just rare."""
+
+class Curves(NamedTuple):
+    """The loss curves of a task.
+
+    Attributes:
+        loss: Increase of the loss along displacements as a protected task would take them.
+        coherent: Drift along a coherent displacement (`limpet.forgetting.coherent`); None if it could not be measured.
+    """
+
+    loss: Curve = Curve()
+    coherent: Curve | None = None
 
 
 @torch.no_grad()
-def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forward: Forward | None, seed: int) -> Curve:
-    """Measure the loss curve of a task whose Fisher has just been added to the posterior, at the current weights.
+def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forward: Forward | None, seed: int) -> Curves:
+    """Measure the loss curves of a task whose Fisher has just been added to the posterior, at the current weights.
 
     Args:
         posterior: The posterior, with the task.
@@ -62,7 +73,7 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
         seed: Seed of the random displacements and of sampled targets.
 
     Returns:
-        The curve; empty if there is nothing to measure.
+        The curves; empty if there is nothing to measure.
     """
     blocks = block_perturbations(posterior, fisher)
     ranks = current()
@@ -71,12 +82,12 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
     share = max(rows, LEAST) if ranks is None else -(-max(rows, LEAST) // ranks.size)
     probe = LossProbe(posterior.model, fisher.first.take(share), likelihood, forward, seed)
     if not blocks or not (probe.batches or ranks):
-        return Curve()
+        return Curves()
     points = []
     with preserve_state(posterior.model):
         start = probe.loss({})
         if math.isnan(start):  # none of these examples has a target
-            return Curve()
+            return Curves()
         gradient = probe.towards_unseen([name for block in blocks for name in block.block.parameters])
         if gradient is None:
             tasks = max(held.tasks for held in posterior.held.values())
@@ -87,7 +98,10 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
             predicted = sum(block.rise(z) for block, z in zip(blocks, displacements[0], strict=True)) / fisher.examples
             losses = [probe.loss(by_parameter(blocks, z)) for z in displacements]
             points.append((predicted, fisher.loss_scale * (sum(losses) / len(losses) - start)))
-    return Curve.through(points)
+        curve = Curve.through(points)
+        if gradient is not None:  # the direction is known, and was measured
+            return Curves(curve, curve)
+        return Curves(curve, coherent_curve(blocks, probe, fisher.examples, fisher.loss_scale))
 
 
 Displacements = list[list[Tensor]]
@@ -150,91 +164,3 @@ def step_for_rise(blocks: Sequence[BlockPerturbation], rise: float) -> float:
     if expected(0.0) <= rise:
         return 0.0
     return bisected(lambda step: expected(step) > rise, furthest=30.0, close=0.2)[1]
-
-
-class LossProbe:
-    """The loss on a fixed set of examples, at weights displaced from those of the model.
-
-    It does not preserve buffers, modes or random states: wrap its use in `limpet.model.preserve_state`.
-
-    Args:
-        model: The model.
-        batches: The examples.
-        likelihood: The likelihood of the outputs.
-        forward: Function forward(model, batch) -> (outputs, targets), or None for the default.
-        seed: Seed for targets that are sampled from the model.
-    """
-
-    def __init__(
-        self, model: nn.Module, batches: Iterable[Any], likelihood: Likelihood, forward: Forward | None, seed: int
-    ) -> None:
-        self.model, self.likelihood, self.forward = model, likelihood, forward
-        self.parameters = named_parameters(model)
-        device = next(iter(self.parameters.values())).device
-        self.generator = torch.Generator(device).manual_seed(seed)
-        self.batches = [prepared(batch, device) for batch in batches]
-        self.targets: list[Any] = []
-        self.labels: Tensor | None = None  # count of each label
-
-    @torch.no_grad()
-    def loss(self, displacement: Mapping[str, Tensor]) -> float:
-        """Compute the mean negative log likelihood at displaced weights.
-
-        The first call fixes the targets: those of the batches, or samples from the model if they have none.
-
-        Args:
-            displacement: What to add to the parameters, by name.
-
-        Returns:
-            The mean loss over the examples of all ranks; nan if there are no targets.
-        """
-        total, count = 0.0, 0.0
-        with perturbed(self.parameters, displacement):
-            for number, batch in enumerate(self.batches):
-                outputs, targets = call(self.model, batch, self.forward)
-                if number == len(self.targets):
-                    self._record_targets(outputs, targets)
-                targets = self.targets[number]
-                total += float(self.likelihood.negative_log_likelihood(outputs, targets))
-                count += self.likelihood.count(outputs, targets)
-        ranks = current()
-        if ranks is not None:
-            total, count = ranks.numbers(total, count)
-        return total / count if count else math.nan
-
-    def _record_targets(self, outputs: Any, targets: Any) -> None:
-        """Store the targets of a new batch, sampled from the model if it has none, and count their labels."""
-        targets = self.likelihood.sample(outputs, self.generator) if targets is None else targets
-        self.targets.append(targets)
-        counts = self.likelihood.label_counts(outputs, targets)
-        if counts is not None:
-            self.labels = counts if self.labels is None else self.labels + counts
-
-    def towards_unseen(self, names: Sequence[str]) -> dict[str, Tensor] | None:
-        """Compute the gradient of the log likelihood of labels that do not occur. Requires a previous call of `loss`.
-
-        Args:
-            names: Names of the parameters to differentiate by.
-
-        Returns:
-            The gradient by parameter name; None if all labels occur, the targets are not labels, or there are too few
-            examples to tell.
-        """
-        ranks, labels = current(), self.labels
-        if ranks is not None:
-            labels = ranks.sum({} if labels is None else {"labels": labels}).get("labels")
-        if labels is None or labels.sum() < SURE * len(labels) or labels.all():
-            return None
-        unseen = (labels == 0).nonzero().squeeze(1).to(self.generator.device)
-        wanted = [self.parameters[name] for name in names]
-        gradients = [torch.zeros_like(parameter) for parameter in wanted]
-        for batch, targets in zip(self.batches, self.targets, strict=True):
-            with trainable(wanted), torch.enable_grad():
-                outputs, _ = call(self.model, batch, self.forward)
-                loss = self.likelihood.loss(outputs, self.likelihood.relabelled(targets, unseen, self.generator))
-                found = torch.autograd.grad(loss, wanted, allow_unused=True)
-            for gradient, part in zip(gradients, found, strict=True):
-                if part is not None:
-                    gradient -= part
-        found_by_name = dict(zip(names, gradients, strict=True))
-        return found_by_name if ranks is None else ranks.sum(found_by_name)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,9 @@ LADDER = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 FURTHEST, CLOSE = math.log(1e4), 0.1
 """The strength is searched between 1e-4 and 1e4, to within ten percent (both are logarithms)."""
+
+TOLERANCE, SHARE = 0.05, 0.1
+"""The tolerance "auto": nats per example, and the part of what was learned, whichever is less (decision 21)."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,17 @@ class Measures:
     drift: Callable[[], float] | None = None
 
 
+@dataclass
+class RepairMark:
+    """Whether the model is at repaired weights, for the memory, which forecasts nothing there.
+
+    Attributes:
+        repaired: Whether the strength is not zero.
+    """
+
+    repaired: bool = False
+
+
 class Repair:
     """The path of a fine-tuned model from its tuned weights back to the weights before fine-tuning.
 
@@ -90,6 +105,7 @@ class Repair:
     Attributes:
         strength: The current strength; 0 for the tuned weights.
         scale: The current multiplier of the update; 1 for the tuned weights.
+        mark: Whether the model is at repaired weights.
     """
 
     def __init__(
@@ -97,7 +113,7 @@ class Repair:
     ) -> None:
         self._paths, self._measures, self._weight, self._rank = paths, measures, weight, rank
         self._tuned = {p: p.detach().clone() for moved, _ in paths for p in moved.changed}
-        self.strength, self.scale = 0.0, 1.0
+        self.strength, self.scale, self.mark = 0.0, 1.0, RepairMark()
 
     @property
     def blocks(self) -> list[str]:
@@ -131,7 +147,7 @@ class Repair:
                 raise LimpetError("the repaired weights contain inf or nan: check the curvature for inf or nan")
         for parameter, value in values.items():
             parameter.copy_(value)
-        self.strength, self.scale = strength, scale
+        self.strength, self.scale, self.mark.repaired = strength, scale, strength > 0
         return self
 
     def _values(self, moved: Displacement, path: Pencil, strength: float, scale: float) -> dict[nn.Parameter, Tensor]:
@@ -224,11 +240,12 @@ class Repair:
 
     # --- finding the strength ----------------------------------------------------------------------------------
 
-    def within_tolerance(self, tolerance: float, scale: float = 1.0) -> Repair:
+    def within_tolerance(self, tolerance: float | Literal["auto"], scale: float = 1.0) -> Repair:
         """Move the model to the largest strength that increases the loss on held-out new data by at most `tolerance`.
 
         Args:
-            tolerance: The allowed increase over the loss of the tuned weights, in nats per example.
+            tolerance: The allowed increase over the loss of the tuned weights, in nats per example. "auto": 0.05 nats,
+                but at most a tenth of what the update has reduced that loss by.
             scale: Multiplier of the update.
 
         Returns:
@@ -238,11 +255,13 @@ class Repair:
             LimpetError: If there are no held-out new data to measure the loss on.
             ValueError: If `tolerance` is negative or not finite.
         """
+        if tolerance != "auto":
+            finite_number("tolerance", tolerance)
         loss = self._measures.loss
         if loss is None:
             raise LimpetError("tolerance= needs held-out new data: pass batches that can be split, or use strength=")
         self.undo()
-        most = loss() + finite_number("tolerance", tolerance)
+        most = loss() + (self._affordable(loss) if tolerance == "auto" else tolerance)
         affordable, _ = bisected(lambda s: self._measure_at(loss, s, scale) <= most, furthest=FURTHEST, close=CLOSE)
         return self.at(affordable, scale) if self._measure_at(loss, affordable, scale) <= most else self.undo()
 
@@ -282,6 +301,12 @@ class Repair:
             "remaining drift comes from parameters that the memory does not cover (memory.report() lists them): "
             "restore those, or pass a larger budget="
         )
+
+    def _affordable(self, loss: Callable[[], float]) -> float:
+        """The tolerance "auto", with the model at its tuned weights."""
+        learned = -loss() + self._measure_at(loss, 0.0, 0.0)
+        self.undo()
+        return max(0.0, min(TOLERANCE, SHARE * learned))
 
     def _measure_at(self, measure: Callable[[], float], strength: float, scale: float) -> float:
         """Move the model to a point of the path and measure it there."""

@@ -63,13 +63,15 @@ class TrainingSession:
         """The metrics to log.
 
         Returns:
-            The forecast in nats per old example, and the penalty on the scale of the loss. For a protection of outputs,
-            the drift on held-out inputs, if there are any, and the weighted divergence.
+            The forecast in nats per old example, whether it can be trusted (1 or 0), and the penalty on the scale of
+            the loss. For a protection of outputs, the drift on held-out inputs, if there are any, and the weighted
+            divergence.
         """
         if isinstance(self.memory, OutputMemory):
             drift = {"outputs_drift": float(self.memory.drift())} if self.memory.probes else {}
             return {**drift, "outputs_penalty": self._protection.penalty()}
-        metrics = {"memory_forecast": float(self.memory.forecast())}
+        forecast = self.memory._forecast()
+        metrics = {"memory_forecast": float(forecast), "memory_forecast_trusted": float(forecast.trusted)}
         if not self.memory.sharded:  # each rank knows only its own part of the penalty
             metrics["memory_penalty"] = self._protection.penalty()
         return metrics

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from limpet.curvature.checkpoint import Checkpoint
     from limpet.curvature.privacy import Privacy
     from limpet.forgetting.forecast import Forecast
+    from limpet.forgetting.measurement import Curves
     from limpet.forgetting.probe import Probe
     from limpet.forgetting.repair import Repair
     from limpet.methods import state_dict
@@ -56,9 +57,6 @@ if TYPE_CHECKING:
 
 MOVED = 1e-4
 """Largest relative distance between weights and mean that rounding alone can explain."""
-
-TOLERANCE = 0.05
-"""Increase of the new loss that protection by repair allows, in nats per example (docs/decisions/0021)."""
 
 REPAIRED_WITH = 10_000
 """Number of examples (or tokens) with which protection by repair measures the curvature of the new data."""
@@ -306,7 +304,7 @@ class Laplace(Memory):
         if budget is not None:
             chosen["budget"] = budget
         elif not {"strength", "tolerance", "budget"} & chosen.keys():
-            chosen["tolerance"] = TOLERANCE
+            chosen["tolerance"] = "auto"
         RepairOptions(**chosen)  # raises now, rather than after training
 
         def run(batches: Iterable[Any], forward: Forward | None) -> Repair:
@@ -393,6 +391,8 @@ class Laplace(Memory):
             "probes",
             "privacy",
             "_proximal_state",
+            "repair_mark",
+            "_doubted",
         )
         before = {name: getattr(self, name) for name in (*names, "_trained_with")}
         try:
@@ -410,13 +410,14 @@ class Laplace(Memory):
         self._warn_of_fallback(newest)
         self._direct = self._direct | {name for b in newest.blocks if b.kind == PER_SAMPLE for name in b.parameters}
         self.posterior.arrange(newest.blocks)
-        moved = self.forecast().quadratic
-        curve = Curve()
+        moved = self._forecast().quadratic
+        curve, coherent = Curve(), None
         if self._automatic:
-            curve = self._curve(self.tasks, with_task(self.posterior, newest, 1.0), newest, forward)
+            curve, coherent = self._curves(self.tasks, with_task(self.posterior, newest, 1.0), newest, forward)
             self._strength = curve.strength
         self._update(fishers)
-        self.history = self.history.learned(int(newest.examples), curve, moved)
+        self.history = self.history.learned(int(newest.examples), curve, moved, coherent)
+        self.repair_mark, self._doubted = None, False
         self._check_protected_count(newest.examples)
         self.unused = newest.unused
         self.examples += int(newest.examples)
@@ -448,18 +449,18 @@ class Laplace(Memory):
 
         self.posterior.replace_all(updated)
 
-    def _curve(self, number: int, posterior: Posterior, newest: Fisher, forward: Forward | None) -> Curve:
+    def _curves(self, number: int, posterior: Posterior, newest: Fisher, forward: Forward | None) -> Curves:
         """Measure how the loss of the newest task, task `number`, increases around a posterior that includes it."""
-        from limpet.forgetting.measurement import measure
+        from limpet.forgetting.measurement import Curves, measure
 
         if posterior.sharding is not None:
-            return Curve()
+            return Curves()
         return measure(posterior, newest, self.likelihood, forward, self.seed + number)
 
     def _measure_curve(self, newest: Fisher, forward: Forward | None) -> None:
         """Measure the loss curve of the newest task; if that fails, the task stays consolidated without one."""
         try:
-            self.history = self.history.with_curve(self._curve(self.tasks - 1, self.posterior, newest, forward))
+            self.history = self.history.with_curves(*self._curves(self.tasks - 1, self.posterior, newest, forward))
         except Exception as error:
             if current() is not None:
                 raise  # the other ranks would wait in a collective

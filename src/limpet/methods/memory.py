@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # imported lazily at run time, to keep `import limpet` fast
     from limpet.forgetting.drift import Drift
     from limpet.forgetting.forecast import Forecast
     from limpet.forgetting.probe import Probe
+    from limpet.forgetting.repair import RepairMark
     from limpet.likelihoods import Count
     from limpet.methods.state_dict import Settings
     from limpet.posterior.summary import Report
@@ -89,6 +90,7 @@ class Memory(ABC):
         unused: Parameters that had no gradient in the last task.
         history: Size and loss curve of each consolidated task.
         probes: Inputs with the outputs that the model had when they were consolidated; `drift` is measured on them.
+        repair_mark: Whether the model is at repaired weights; None if it was not repaired since the last consolidation.
     """
 
     method: ClassVar[str]
@@ -131,6 +133,8 @@ class Memory(ABC):
         self._protection: Protection | None = None
         self._trained_with: int | None = None  # N of the last protected training run
         self._proximal_state: ProximalState | None = None  # of the current training run
+        self.repair_mark: RepairMark | None = None  # of the last repair since the last consolidation
+        self._doubted = False  # whether an untrusted forecast has warned
         self._resume: ProximalState | None = None  # of a loaded run, for the next `protect`
         with sharing(self.posterior, type(self).__name__):
             self.posterior.arrange(self._planned())
@@ -279,8 +283,8 @@ class Memory(ABC):
                 "repair" it is the largest allowed drift, measured on the memory's probe.
             batches: The new data, for mode "repair". By default a sample of the inputs that the model is trained on is
                 recorded.
-            repair: Options of `limpet.repair` for mode "repair". Defaults to `{"tolerance": 0.05}`: repair as far as
-                the loss on a held-out part of the sample allows.
+            repair: Options of `limpet.repair` for mode "repair". Defaults to `{"tolerance": "auto"}`: repair as far
+                as the loss on a held-out part of the sample allows.
 
         Returns:
             A context manager that adds hooks to the optimizer on entry and removes them on exit.
@@ -313,7 +317,7 @@ class Memory(ABC):
             self.posterior,
             optimizer,
             examples=examples,
-            forecast=self.forecast,
+            forecast=self._forecast,
             every=every,
             mode=mode,
             reduction=reduction,
@@ -412,8 +416,14 @@ class Memory(ABC):
 
         Cheap enough to log during training: it rotates each block's displacement into the eigenbasis once.
 
+        Its `trusted` is False where the measurements of `consolidate` do not support it: in networks that the curvature
+        does not describe (diagonals, pretrained transformers), further away than was measured, and after a repair. The
+        first such forecast warns. Measure with `drift` instead, or on old data with
+        `forecast(batches, curvature="fresh")`.
+
         Returns:
-            The increase as a float, with the shares of blocks and tasks as attributes.
+            The increase as a float, with the shares of blocks and tasks, the predicted drift, and whether it can be
+            trusted as attributes.
 
         Examples:
             >>> import limpet
@@ -427,10 +437,25 @@ class Memory(ABC):
             >>> 0 < memory.forecast() < 0.1
             True
         """
+        found = self._forecast()
+        if found.doubt is not None and found.drift is not None and not self._doubted:
+            self._doubted = True
+            warn(
+                f"forecasts of this memory cannot be trusted here: {found.doubt}. Measure with memory.drift(), which "
+                "needs a probe (consolidate with probe=100), or with forecast(batches, curvature='fresh') on old data",
+                LimpetWarning,
+            )
+        return found
+
+    def _forecast(self) -> Forecast:
+        """Forecast without a warning."""
         from limpet.forgetting.forecast import forecast
 
         with sharing(self.posterior, "forecast"):
-            return forecast(self.posterior, self.examples, self.history)
+            found = forecast(self.posterior, self.examples, self.history)
+        if self.repair_mark is not None and self.repair_mark.repaired:
+            found.doubt = "the model was repaired, which removes what the curvature sees and leaves what it does not"
+        return found
 
     def drop(self, names: Iterable[str]) -> None:
         """Remove blocks from the memory, such as those of a head that the model no longer has.

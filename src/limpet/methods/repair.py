@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -25,7 +25,7 @@ def repair(
     *,
     strength: float | None = None,
     scale: float = 1.0,
-    tolerance: float | None = None,
+    tolerance: float | Literal["auto"] | None = None,
     budget: float | None = None,
     rank: int | None = None,
     examples: int | None = None,
@@ -53,7 +53,8 @@ def repair(
         strength: Factor of the old curvature. Defaults to 1, the Laplace approximation of training on both datasets.
         scale: Factor of the repaired update.
         tolerance: Instead of `strength`: use the largest strength at which the loss on a held-out part of the batches
-            increases by at most this many nats per example.
+            increases by at most this many nats per example. "auto": 0.05, but at most a tenth of what the update has
+            reduced that loss by.
         budget: Instead of `strength`: use the smallest strength at which the measured drift is at most this many nats
             per example. Requires a memory with a probe.
         rank: Truncate adapters to this rank if it is lower than their own.
@@ -79,17 +80,17 @@ def repair(
         >>> model = torch.nn.Linear(4, 3)
         >>> old, new = ([(torch.randn(60, 4), torch.randint(0, 3, (60,)))] for _ in range(2))
         >>> memory = limpet.OnlineLaplace(model)
-        >>> memory.consolidate(old)
+        >>> memory.consolidate(old, probe=60)
         >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         >>> for x, y in new * 20:
         ...     optimizer.zero_grad()
         ...     torch.nn.functional.cross_entropy(model(x), y).backward()
         ...     optimizer.step()
-        >>> before = float(memory.forecast())
+        >>> before = memory.drift()
         >>> repaired = limpet.repair(model, memory, new, strength=1.0)
         >>> repaired
         <Repair strength=1 scale=1 blocks=1>
-        >>> memory.forecast() < before / 2
+        >>> memory.drift() < before / 2
         True
         >>> _ = repaired.undo()
     """

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -15,8 +15,8 @@ from limpet.curvature import Fisher, FisherPass
 from limpet.distributed import ReplicatedBatches, current, together
 from limpet.errors import CurvatureError, LimpetError, finite_number, positive_whole
 from limpet.forgetting.displacement import displacements
-from limpet.forgetting.measurement import LossProbe
-from limpet.forgetting.repair import Measures, Repair, solve
+from limpet.forgetting.loss_probe import LossProbe
+from limpet.forgetting.repair import Measures, Repair, RepairMark, solve
 from limpet.likelihoods import Likelihood, resolve
 from limpet.methods.memory import NO_PROBE
 from limpet.model import Block, Forward, full_precision, part, preserve_state
@@ -48,7 +48,7 @@ class RepairOptions:
 
     strength: float | None = None
     scale: float = 1.0
-    tolerance: float | None = None
+    tolerance: float | Literal["auto"] | None = None
     budget: float | None = None
     rank: int | None = None
     examples: int | None = None
@@ -62,7 +62,7 @@ class RepairOptions:
         if sum(choice is not None for choice in (self.strength, self.tolerance, self.budget)) > 1:
             raise LimpetError("strength=, tolerance= and budget= are alternatives: pass only one of them")
         for name in ("strength", "scale", "tolerance", "budget"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None and not (name == "tolerance" and self.tolerance == "auto"):
                 finite_number(name, getattr(self, name))
         if self.rank is not None:
             positive_whole("rank", self.rank)
@@ -74,6 +74,7 @@ class Repairable(Protocol):
     model: nn.Module
     posterior: Posterior
     seed: int
+    repair_mark: RepairMark | None
 
     @property
     def likelihood(self) -> Likelihood:
@@ -83,7 +84,7 @@ class Repairable(Protocol):
     def probes(self) -> Sequence[Probe]:
         """Inputs with the outputs of the model before."""
 
-    def forecast(self) -> float:
+    def _forecast(self) -> float:
         """Forecast the increase of the old loss."""
 
     def drift(self, *, forward: Forward | None = None) -> Drift:
@@ -118,6 +119,7 @@ def repaired(memory: Repairable, batches: Iterable[Any], options: RepairOptions)
             else:
                 found.at(1.0 if options.strength is None else options.strength, options.scale)
         undo.pop_all()  # it has succeeded, on all ranks
+    memory.repair_mark = found.mark
     return found
 
 
@@ -153,7 +155,7 @@ def _measures(memory: Repairable, held_out: list[Any], fisher: Fisher, options: 
 
     if not math.isfinite(loss()):  # before any weight moves, so that sampled targets come from the tuned model
         raise LimpetError("the loss on the new data is not finite: check the data for inf, nan or missing targets")
-    return Measures(forecast=lambda: float(memory.forecast()), loss=loss, drift=drift if memory.probes else None)
+    return Measures(forecast=lambda: float(memory._forecast()), loss=loss, drift=drift if memory.probes else None)
 
 
 def _new_fisher(memory: Repairable, batches: Iterable[Any], options: RepairOptions) -> Fisher:

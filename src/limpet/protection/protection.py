@@ -34,6 +34,7 @@ from torch import Tensor
 from limpet.distributed import current, is_sharded, together
 from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, warn
 from limpet.forgetting.budget import Budget
+from limpet.forgetting.forecast import Forecast
 from limpet.forgetting.repair import Repair
 from limpet.model import full_precision
 from limpet.posterior import Posterior
@@ -115,7 +116,7 @@ class Protection:
         optimizer: Any,
         *,
         examples: int,
-        forecast: Callable[[], float],
+        forecast: Callable[[], Forecast],
         every: int = 1,
         mode: str = "auto",
         reduction: str = "mean",
@@ -152,7 +153,7 @@ class Protection:
         self._entered = False
         self._groups: list[tuple[int, int]] = []  # to notice when the optimizer's groups change
         self._watch = WeightWatch([])
-        self._forecasts: tuple[float, float | None] = (0.0, None)  # on entry and on exit
+        self._forecasts: tuple[float, Forecast | None] = (0.0, None)  # on entry and on exit
         self._warnings: tuple[str, ...] = ()
 
     def _step_for(self, old_examples: int, repairer: Repairer | str, batches: Iterable[Any] | None) -> PenaltyStep:
@@ -272,7 +273,7 @@ class Protection:
         """Repair the model, unless training has not moved it."""
         if self._watch.moved():
             step.run()
-        self._forecasts = self._forecasts[0], float(self._forecast())
+        self._forecasts = self._forecasts[0], self._forecast()
         self._warnings = () if step.failure is None else (step.failure,)
 
     def _finish(self) -> None:
@@ -288,7 +289,7 @@ class Protection:
                 with full_precision():
                     step.finish()
                 self._mark()
-        self._forecasts = self._forecasts[0], float(self._forecast())
+        self._forecasts = self._forecasts[0], self._forecast()
         if cause is None and notes and step.over_budget:
             cause = "the weights were replaced after the last step, by weights whose forecast exceeds the budget"
         if cause is not None:
@@ -309,6 +310,7 @@ class Protection:
             protection of a sharded memory is active, this is a collective.
         """
         before, after = self._forecasts
+        after = self._forecast() if self._hooks is not None else after
         return ProtectionSummary(
             mode=self.mode,
             every=self.every,
@@ -317,7 +319,8 @@ class Protection:
             penalised=self._penalty_step.penalised,
             skipped=self.skipped,
             forecast_before=before,
-            forecast_after=float(self._forecast()) if self._hooks is not None else after,
+            forecast_after=None if after is None else float(after),
+            forecast_doubt=None if after is None else after.doubt,
             repair_strength=None if self.repair is None else self.repair.strength,
             warnings=self._warnings,
         )

@@ -30,6 +30,7 @@ class ProtectionSummary:
         skipped: Number of further steps that the optimizer skipped because GradScaler had found inf.
         forecast_before: The forecast on entry.
         forecast_after: The forecast now or, once the protection has ended, on exit; None after an error.
+        forecast_doubt: Why `forecast_after` cannot be trusted; None if it can.
         warnings: What is wrong, if anything.
         repair_strength: Strength of the repair at the end; None if there was none.
     """
@@ -42,6 +43,7 @@ class ProtectionSummary:
     skipped: int
     forecast_before: float
     forecast_after: float | None
+    forecast_doubt: str | None = None
     warnings: tuple[str, ...] = ()
     repair_strength: float | None = None
 
@@ -71,7 +73,8 @@ class ProtectionSummary:
         skipped = f", {self.skipped} skipped" if self.skipped else ""
         after = "unknown" if self.forecast_after is None else f"{self.forecast_after:.4g}"
         first = f"{steps}{skipped} ({how}, N = {self.examples}); forecast {self.forecast_before:.4g} -> {after}"
-        return "\n".join([first, *(f"warning: {one}" for one in self.warnings)])
+        doubt = [f"the forecast is not to be trusted: {self.forecast_doubt}"] if self.forecast_doubt else []
+        return "\n".join([first, *doubt, *(f"warning: {one}" for one in self.warnings)])
 
 
 def not_protected(optimizer: torch.optim.Optimizer, watch: WeightWatch, steps: int, penalised: int) -> str | None:

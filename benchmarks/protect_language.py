@@ -1,0 +1,209 @@
+"""Fine-tune a language model on new text with the protections that limpet has, and with their rivals.
+
+    python -m benchmarks protect_language --model M --new C.html --old A.txt B.csv      # all runs still missing
+    python -m benchmarks protect_language --draw                                         # the tables
+
+The model, the texts and the training are those of repair_language: LoRA on all linear layers for 300 steps (kind
+"lora"), or all weights except the vocabulary matrix for 60 steps (kind "full"), with AdamW. "Protect" is training under
+`memory.protect`, with a memory of the model's own samples. "Self-rehearsal" is training under
+`limpet.SelfRehearsal(model).protect`. Replay adds one row of old text to every batch of four, from a pool of 5 % as
+many rows as the new text has; distillation adds KL(before || now) on the new rows. Losses are in nats per token on
+held-out text; drift is KL(before || now) per token on samples that no memory has seen. Every point is recorded when it
+is measured, so an interrupted command resumes with the next run.
+M is a folder or a name on the hub; texts are .txt, .html (tags are removed), or .csv (the column "text").
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+import common
+import limpet
+from common import versions
+from language import BATCH, HELD_OUT, LINEAR, NEW_BLOCKS, RANK, blocks, loss
+from limpet.forgetting.drift import measured_drift
+from repair_figures import markdown
+from repair_language import RATES, exact_probe, fresh, remembered, samples
+
+RESULTS = common.RESULTS / "protect" / "language.jsonl"
+STEPS = {"lora": 300, "full": 60}
+RUNS = ("plain", "protect", "self-rehearsal", "replay", "distillation")
+MOMENTS = (5, 15, 30, 60, 100, 150, 200, 250, 300)
+BUDGETS = (0.01, 0.03, 0.1)
+REPLAYED = 0.05
+
+
+class Bench:
+    """The texts, and what every run is measured on."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+        text = blocks(tokenizer, options.new, NEW_BLOCKS + HELD_OUT, seed=1)
+        self.new_test, self.new = text[:HELD_OUT], text[HELD_OUT:]
+        old = blocks(tokenizer, options.old, HELD_OUT + round(REPLAYED * NEW_BLOCKS), seed=0)
+        self.old_test, self.replayed = old[:HELD_OUT], old[HELD_OUT:]
+        self.teacher = fresh(options.model).eval().requires_grad_(False)
+        rows = torch.split(samples(options, "test"), BATCH)
+        self.probe = exact_probe(self.teacher, [{"input_ids": part} for part in rows])
+        remembered(options)
+
+    def run(self, what: str) -> list[dict[str, Any]]:
+        """One run: its end, and for the memory the budgets along the path of its repair."""
+        options = self.options
+        torch.manual_seed(options.seed)
+        model: Any = fresh(options.model)
+        if options.kind == "lora":
+            config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=LINEAR, task_type="CAUSAL_LM")
+            trained: Any = peft.get_peft_model(model, config)
+        else:
+            trained = model
+            model.get_input_embeddings().requires_grad_(False)
+        memory: Any = None
+        if what in ("plain", "protect"):
+            memory = limpet.load(options.work / "memory-self.safetensors", trained)
+        elif what == "self-rehearsal":
+            memory = limpet.SelfRehearsal(trained, seed=options.seed)
+            memory.consolidate()
+        begin = time.perf_counter()
+        protection = self._fit(trained, what, memory, moments := [])
+        points = [self.point(what, trained, time.perf_counter() - begin, memory, moments)]
+        if what == "protect" and protection.repair is not None:
+            points[0]["strength"] = protection.repair.strength
+            for budget in BUDGETS:
+                protection.repair.within_budget(budget)
+                points.append(self.point(f"budget {budget}", trained, 0.0, memory))
+        return points
+
+    def _fit(self, trained: Any, what: str, memory: Any, moments: list[dict[str, Any]]) -> Any:
+        options, steps = self.options, STEPS[self.options.kind]
+        parameters = [p for p in trained.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=RATES[options.kind], weight_decay=0.0)
+        rate = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / steps) + 0.02
+        )
+        generator = torch.Generator().manual_seed(2 + options.seed)
+        extra = self._extra(what)
+        trained.train()
+        protecting: AbstractContextManager[Any] = nullcontext()
+        if what == "self-rehearsal":
+            protecting = memory.protect(optimizer)
+        elif what == "protect":  # the memory's strength is a number, so "auto" would not choose this mode
+            protecting = memory.protect(optimizer, examples=self.new[:, 1:].numel(), mode="repair")
+        with protecting as protection:
+            for step in range(1, steps + 1):
+                rows = self.new[torch.randint(0, len(self.new), (BATCH,), generator=generator)]
+                optimizer.zero_grad()
+                found = trained(input_ids=rows, labels=rows)
+                torch.autograd.backward(found.loss + extra(trained, rows, found.logits))
+                optimizer.step()
+                rate.step()
+                if what == "plain" and step in MOMENTS:
+                    moments.append(self.moment(step, trained, memory))
+                    print(moments[-1], flush=True)
+        return protection
+
+    def _extra(self, what: str) -> Callable[[Any, Tensor, Tensor], Any]:
+        """The further loss of a rival."""
+        generator = torch.Generator().manual_seed(100 + self.options.seed)
+
+        def replay(model: Any, _: Tensor, __: Tensor) -> Tensor:
+            row = self.replayed[torch.randint(0, len(self.replayed), (1,), generator=generator)]
+            found: Tensor = model(input_ids=row, labels=row).loss
+            return found
+
+        def distillation(_: Any, rows: Tensor, logits: Tensor) -> Tensor:
+            with torch.no_grad():
+                before = self.teacher(input_ids=rows, use_cache=False).logits.log_softmax(-1)
+            now = logits.log_softmax(-1)
+            return F.kl_div(now.flatten(0, 1), before.flatten(0, 1), log_target=True, reduction="batchmean")
+
+        return {"replay": replay, "distillation": distillation}.get(what, lambda *_: 0.0)
+
+    def moment(self, step: int, model: Any, memory: Any) -> dict[str, Any]:
+        """What the memory says at the current weights, and what is true there."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", limpet.LimpetWarning)
+            forecast = memory.forecast()
+        drift = measured_drift(model, [self.probe], limpet.Categorical())
+        found = {
+            "forecast": float(forecast),
+            "forecast_drift": forecast.drift,
+            "quadratic": forecast.quadratic,
+            "drift": float(drift),
+        }
+        rounded = {name: None if value is None else float(f"{value:.4g}") for name, value in found.items()}
+        return {"step": step, "trusted": forecast.trusted, **rounded}
+
+    def point(
+        self, what: str, model: Any, seconds: float, memory: Any, moments: list[dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        """Losses and drift where the model is now."""
+        options = self.options
+        drift = measured_drift(model, [self.probe], limpet.Categorical())
+        found: dict[str, Any] = {"kind": options.kind, "seed": options.seed, "what": what}
+        found |= {"new": round(loss(model, self.new_test), 4), "old": round(loss(model, self.old_test), 4)}
+        found |= {"drift": round(float(drift), 4), "drift_error": round(drift.standard_error, 4)}
+        if memory is not None and memory.probes:
+            found["drift_probe"] = round(float(memory.drift()), 4)
+        if moments:
+            found["moments"] = moments
+        return found | {"seconds": round(seconds), "versions": versions("transformers", "peft")}
+
+
+def table(points: list[dict[str, Any]], kind: str) -> str:
+    """The end of every run of one kind."""
+    rows = [
+        [
+            p["what"],
+            f"{p['new']:.3f}",
+            f"{p['old']:.3f}",
+            f"{p['drift']:.3f} +- {p['drift_error']:.3f}",
+            str(p["seconds"]),
+        ]
+        for p in points
+        if p["kind"] == kind
+    ]
+    return markdown(["", "new text", "old text", "drift", "seconds"], rows)
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--new", type=Path, nargs="+", default=[])
+    parser.add_argument("--old", type=Path, nargs="+", default=[])
+    parser.add_argument("--work", type=Path, default=Path("repair"), help="where samples and memories are kept")
+    parser.add_argument("--kind", choices=list(STEPS), default="lora")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    options = common.parse(parser)
+    options.source = "self"
+    done = {(p["kind"], p["seed"], p["what"]) for p in common.read_records(options.out)}
+    missing = [] if options.draw else [w for w in options.runs if (options.kind, options.seed, w) not in done]
+    if missing:
+        options.work.mkdir(parents=True, exist_ok=True)
+        bench = Bench(options)
+        for what in missing:
+            for point in bench.run(what):
+                print({name: value for name, value in point.items() if name not in ("versions", "moments")}, flush=True)
+                common.append_record(options.out, point)
+    for kind in STEPS:
+        print(f"\n{kind}:\n\n{table(common.read_records(options.out), kind)}")
+
+
+if __name__ == "__main__":
+    main()

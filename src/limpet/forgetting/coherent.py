@@ -1,0 +1,69 @@
+"""Measure how far predictions drift at weights displaced as Adam displaces them: by the signs of a gradient.
+
+    z = t sign(g),    g = gradient of the loss with the targets of other examples,
+    R(q) = mean over z and -z of KL(before || at w + z),    q = 1/2 z^T F z / N
+
+Random displacements (`limpet.forgetting.measurement`) do not show what a Kronecker approximation misses: the terms
+between blocks, and the sums over positions of weights that a sequence shares. The effects of a random displacement
+cancel there, and those of a coherent one add up. Where both curves agree, the quadratic describes the network, and a
+forecast can be trusted. On pretrained transformers the coherent curve is a hundred times as high (decision 23).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from limpet.errors import UnsupportedError
+from limpet.forgetting.loss_curve import Curve
+from limpet.forgetting.loss_probe import LossProbe
+from limpet.posterior.perturbation import BlockPerturbation, by_parameter
+
+RISES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+"""The predicted increases, in nats per example, at which the drift is measured."""
+
+
+@torch.no_grad()
+def coherent_curve(blocks: Sequence[BlockPerturbation], probe: LossProbe, examples: int, scale: float) -> Curve | None:
+    """Measure the drift along a coherent direction.
+
+    Args:
+        blocks: The blocks to displace.
+        probe: The examples to measure on, after a first call of its `loss`.
+        examples: Number of examples that the Fisher of the blocks sums over.
+        scale: Factor that converts the likelihood's units to nats.
+
+    Returns:
+        The curve; None if the likelihood defines no divergence, or the gradient is zero.
+    """
+    names = [name for block in blocks for name in block.block.parameters]
+    try:
+        probe.record_outputs()
+    except UnsupportedError:
+        return None
+    gradient = probe.gradient(names, rolled)
+    direction = [-block.block.gather(gradient).sign() for block in blocks]
+    predicted = sum(block.rise(z) for block, z in zip(blocks, direction, strict=True)) / examples
+    if not (predicted > 0 and math.isfinite(predicted)):
+        return None
+    points = []
+    for rise in RISES:
+        z = by_parameter(blocks, [math.sqrt(rise / predicted) * d for d in direction])
+        drifts = [probe.drift(z), probe.drift({name: -value for name, value in z.items()})]
+        points.append((rise, scale * sum(drifts) / 2))
+    return Curve.through(points) if any(drift > 0 for _, drift in points) else None
+
+
+def rolled(targets: Any) -> Any:
+    """Give every example the targets of the one before it in its batch."""
+    if isinstance(targets, Tensor):
+        return targets.roll(1, 0) if targets.dim() else targets
+    if isinstance(targets, dict):
+        return {name: rolled(value) for name, value in targets.items()}
+    if isinstance(targets, tuple | list):
+        return type(targets)(rolled(value) for value in targets)
+    return targets
