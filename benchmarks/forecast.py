@@ -153,6 +153,16 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def table(records: list[dict[str, Any]]) -> str:
+    """The numbers of all experiments."""
+    found = {record["experiment"]: numbers(record) for record in records}
+    lines = [f"| | {' | '.join(found)} |", f"| --- | {' | '.join('---' for _ in found)} |"]
+    for key in max(found.values(), key=len):
+        cells = (f"{values[key]:.3g}" if key in values else "" for values in found.values())
+        lines.append(f"| {key} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def draw(records: list[dict[str, Any]], path: Path) -> None:
     """Forecast against measurement."""
     import matplotlib
@@ -203,11 +213,7 @@ def main() -> None:
         (RESULTS / f"{options.experiment}.json").write_text(json.dumps(record, indent=1) + "\n")
     records = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     draw(records, RESULTS / "forecast.png")
-    found = {record["experiment"]: numbers(record) for record in records}
-    print("| |", " | ".join(found), "|")
-    print("| --- |", " | ".join("---" for _ in found), "|")
-    for key in max(found.values(), key=len):
-        print(f"| {key} |", " | ".join(f"{v[key]:.3g}" if key in v else "" for v in found.values()), "|")
+    print(table(records))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 
 Is a long review (IMDB) positive? Is a short one (Rotten Tomatoes)? Are the words of a text in their original order?
 Each task has two outputs of its own, and the whole network except its embeddings is trained, with AdamW: without
-protection, and with a memory at several strengths. Each run is recorded when it ends, so an interrupted command resumes
+protection, with a memory whose penalty has several strengths, and with `protect` as it is by default, which repairs the
+model after every task. Each run is recorded when it ends, so an interrupted command resumes
 with the next one.
 M is a folder or a name on the hub; R has the columns text, label and source ("imdb" or "rotten_tomatoes").
 """
@@ -17,7 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,12 @@ RESULTS = common.RESULTS / "sentences"
 TASKS = ("imdb", "rotten_tomatoes", "order of words")
 RUNS: dict[str, float | str | None] = {  # name: how strongly the memory holds
     "plain": None,
+    "protect": "auto",
     'strength "auto"': "auto",
     "strength 300": 300.0,
     "strength 1000": 1000.0,
 }
+PENALTY = 'strength "auto"'  # the run whose memory chooses its strength, but adds a penalty to the gradients
 LENGTH, BATCH, LR = 48, 16, 1e-4
 MEASURED = 400  # examples of a task that its curvature is measured on
 Batch = dict[str, Tensor]
@@ -107,7 +110,7 @@ class Experiment:
             model.base_model.encoder.layer[: -self.blocks].requires_grad_(False)
         return model
 
-    def run(self, strength: float | str | None, epochs: int) -> dict[str, Any]:
+    def run(self, strength: float | str | None, epochs: int, mode: str = "auto") -> dict[str, Any]:
         """The accuracy on every task after each one, learned with a memory of this strength or with none."""
         model, memory = self.fresh(), None
         if strength is not None:
@@ -115,7 +118,7 @@ class Experiment:
         matrix, begin = [], time.perf_counter()
         for name in self.tasks:
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=0.0)
-            with nullcontext() if memory is None else memory.protect(optimizer, examples=self.examples, every=4):
+            with nullcontext() if memory is None else self._protected(memory, optimizer, name, mode):
                 self._fit(model, optimizer, name, epochs)
             matrix.append([self._accuracy(model, other) for other in self.tasks])
             print(f"strength {strength}, after {name}: {matrix[-1]}", flush=True)
@@ -124,6 +127,13 @@ class Experiment:
                 memory.consolidate(self.train[name], limit=limit, examples=self.examples, forward=answers(name))
         strengths = [task.curve.strength for task in memory.history.tasks] if memory and strength == "auto" else []
         return {"accuracy": matrix, "strengths": strengths, "seconds": round(time.perf_counter() - begin)}
+
+    def _protected(self, memory: limpet.Memory, optimizer: Any, name: str, mode: str) -> AbstractContextManager[Any]:
+        options: dict[str, Any] = {"examples": self.examples, "every": 4, "mode": mode}
+        if memory.tasks and mode == "auto" and memory.strength == "auto":
+            # the outputs of this task alone, which the recorded inputs would not tell
+            options |= {"batches": self.train[name], "repair": {"forward": answers(name)}}
+        return memory.protect(optimizer, **options)
 
     def _fit(self, model: Any, optimizer: Any, name: str, epochs: int) -> None:
         model.train()
@@ -193,7 +203,8 @@ def main() -> None:
         experiment = Experiment(options.model, options.reviews, options.train, options.test, seed=options.seed)
         for name in options.only or RUNS:
             if name not in record["runs"]:
-                record["runs"][name] = experiment.run(RUNS[name], options.epochs)
+                mode = "gradient" if name == PENALTY else "auto"
+                record["runs"][name] = experiment.run(RUNS[name], options.epochs, mode)
                 path.write_text(json.dumps(record, indent=1) + "\n")
     print(table(record["runs"]))
 
