@@ -94,7 +94,11 @@ class Watched(Learner):
         pairs = list(zip(before, self._outputs(), strict=True))
         rises = [float(F.nll_loss(now, y) - F.nll_loss(then, y)) for (then, y), (now, _) in pairs]
         drifts = [float(F.kl_div(now, then, log_target=True, reduction="batchmean")) for (then, _), (now, _) in pairs]
-        found = {"forecast": float(forecast), "quadratic": forecast.quadratic, "rise": float(np.mean(rises))}
+        found: dict[str, Any] = {
+            "forecast": float(forecast),
+            "quadratic": forecast.quadratic,
+            "rise": float(np.mean(rises)),
+        }
         found |= {"forecast_drift": forecast.drift, "drift": float(np.mean(drifts)), "trusted": forecast.trusted}
         self.pairs.append({"task": task, "at": share, **found})
 

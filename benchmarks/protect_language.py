@@ -78,7 +78,8 @@ class Bench:
             memory = limpet.SelfRehearsal(trained, seed=options.seed)
             memory.consolidate()
         begin = time.perf_counter()
-        protection = self._fit(trained, what, memory, moments := [])
+        moments: list[dict[str, Any]] = []
+        protection = self._fit(trained, what, memory, moments)
         points = [self.point(what, trained, time.perf_counter() - begin, memory, moments)]
         if what == "protect" and protection.repair is not None:
             points[0]["strength"] = protection.repair.strength

@@ -30,7 +30,7 @@ from limpet.forgetting.drift import measured_drift
 from limpet.forgetting.probe import Probe
 from repair_figures import markdown, spread
 from repair_sentences import MEASURED, NEW, OLD, Experiment
-from sentences import Batch
+from sentences import TASKS, Batch
 
 RESULTS = common.RESULTS / "protect" / "sentences.jsonl"
 RATES = {"3e-5": (3e-5, 60), "1e-4": (1e-4, 60), "2e-4": (2e-4, 30)}  # learning rate and steps
@@ -46,9 +46,9 @@ RUNS = ("plain", "protect", "replay", "distillation", "l2-sp")
 class Rivals:
     """What one seed needs: the encoder that has learned the first task, its head, and its memory."""
 
-    def __init__(self, model: str, reviews: Path, seed: int) -> None:
+    def __init__(self, model: str, reviews: Path, seed: int, old: str = OLD) -> None:
         self.seed = seed
-        self.experiment = Experiment(model, reviews, seed)
+        self.experiment = Experiment(model, reviews, seed, old)
         self.model = self.experiment.model
         self.experiment.fit(self.model, OLD, 1e-4, 2 * len(self.experiment.train[OLD]))
         begin = time.perf_counter()
@@ -214,9 +214,11 @@ def table(points: list[dict[str, Any]], rate: str) -> str:
         some = [point for point in points if point["what"] == what and point["rate"] == rate]
         if some:
             cells = [spread((p["new"][0] for p in some), 1), spread((p["old"][0] - p["before"][0] for p in some), 1)]
-            drift = spread((p["end"]["drift"] for p in some), 3)
-            rows.append([what, *cells, drift, f"{statistics.mean(p['seconds'] for p in some):.0f}", str(len(some))])
-    return markdown(["", "word order %", "change of sentiment", "drift", "seconds", "seeds"], rows)
+            drifts = [spread((p["end"]["drift"] for p in some), 3), spread((p["drift_test"][0] for p in some), 3)]
+            rows.append([what, *cells, *drifts, f"{statistics.mean(p['seconds'] for p in some):.0f}", str(len(some))])
+    return markdown(
+        ["", "word order %", "change of sentiment", "drift", "drift, other texts", "seconds", "seeds"], rows
+    )
 
 
 def main() -> None:
@@ -226,13 +228,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
     parser.add_argument("--rates", nargs="+", choices=list(RATES), default=list(RATES))
+    parser.add_argument("--old", choices=TASKS[:2], default=OLD, help="the first task; the other is for development")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     options = common.parse(parser)
     for seed in [] if options.draw else options.seeds:
         done = {(p["seed"], p["rate"], p["what"]) for p in common.read_records(options.out)}
         missing = [(r, w) for r in options.rates for w in options.runs if (seed, r, w) not in done]
-        rivals = Rivals(options.model, options.reviews, seed) if missing else None
+        rivals = Rivals(options.model, options.reviews, seed, options.old) if missing else None
         for rate, what in missing:
             assert rivals is not None
             for point in rivals.run(what, rate):
