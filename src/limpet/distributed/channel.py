@@ -26,6 +26,9 @@ from limpet.errors import RankError, finite_number
 ANSWER_SECONDS = 4.0
 """Time in which a rank that lives answers when a connection is lost."""
 
+CONNECT_SECONDS, CONNECT_ATTEMPTS = 30.0, 4
+"""Time in which Gloo connects the ranks, and how often it may try: it fails now and then, and then on one rank only."""
+
 POLL_SECONDS = 1.0
 """Time between two looks into the store, for a rank that waits and for the thread that answers."""
 
@@ -74,11 +77,27 @@ class Channel:
         self._heard: list[str] = []  # the verdict, which the answering thread keeps if the store ends later
         self._group: Callable[[], Any] = lambda: None
         self._stop = threading.Event()
-        if self._all_here(operation):
-            self._connect()
+        if self._all_here("hello", operation):
+            self._connect(operation)
 
-    def _connect(self) -> None:
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=math.ceil(_timeout) + 10))
+    def _connect(self, operation: str) -> None:
+        """Create the group, again on all ranks if that has failed on one."""
+        group = None
+        for attempt in range(CONNECT_ATTEMPTS):
+            with suppress(RuntimeError):
+                group = dist.new_group(backend="gloo", timeout=timedelta(seconds=CONNECT_SECONDS))
+            self._store.set(self._key("connected", attempt, self.rank), "no" if group is None else "yes")
+            if not self._all_here(f"connected/{attempt}", operation):
+                return
+            ranks = range(self.size)
+            if all(self._store.get(self._key("connected", attempt, rank)) == b"yes" for rank in ranks):
+                break
+            group = None
+        if group is None:
+            text = f"{operation}: Gloo could not connect the ranks in {CONNECT_ATTEMPTS} attempts; start them again"
+            self.broken = RankError(text, None)
+            return
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=math.ceil(_timeout) + 10), group)
         self._group = weakref.ref(group)  # destroy_process_group has to close its connections
         thread = threading.Thread(target=self._answer, name="limpet-ranks", daemon=True)
         thread.start()
@@ -224,10 +243,11 @@ class Channel:
                     store.set(self._key("heard", self.rank), "")
                     break
 
-    def _all_here(self, operation: str) -> bool:
-        """Wait until all ranks are about to create the channel, because new_group would wait without a message."""
-        self._store.set(self._key("hello", self.rank), operation)
-        absent = self._missing("hello", _timeout)
+    def _all_here(self, place: str, operation: str) -> bool:
+        """Wait until all ranks are at a place on the way to the channel, because new_group waits without a message."""
+        if place == "hello":
+            self._store.set(self._key(place, self.rank), operation)
+        absent = self._missing(place, _timeout)
         if absent:
             self._late(operation, _timeout, absent)
         elif self._store.check([self._key("lost")]):  # the others have waited too long for this rank
