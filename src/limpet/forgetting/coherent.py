@@ -46,14 +46,23 @@ def coherent_curve(blocks: Sequence[BlockPerturbation], probe: LossProbe, exampl
     except UnsupportedError:
         return None
     gradient = probe.gradient(names, rolled)
-    direction = [-block.block.gather(gradient).sign() for block in blocks]
-    predicted = sum(block.rise(z) for block, z in zip(blocks, direction, strict=True)) / examples
+    predicted, direction = 0.0, dict[str, Tensor]()
+    for block in blocks:
+        signs = -block.block.gather(gradient).sign()
+        predicted += block.rise(signs) / examples
+        direction.update(by_parameter([block], [signs]))
+    del gradient  # as large as the model
     if not (predicted > 0 and math.isfinite(predicted)):
         return None
-    points = []
+    points, before = [], 0.0
     for rise in RISES:
-        z = by_parameter(blocks, [math.sqrt(rise / predicted) * d for d in direction])
-        drifts = [probe.drift(z), probe.drift({name: -value for name, value in z.items()})]
+        step = math.sqrt(rise / predicted)
+        drifts = []
+        for now in (step, -step):  # in place, because a direction is as large as the model
+            for z in direction.values():
+                z.mul_(now / before if before else now)
+            drifts.append(probe.drift(direction))
+            before = now
         points.append((rise, scale * sum(drifts) / 2))
     return Curve.through(points) if any(drift > 0 for _, drift in points) else None
 
