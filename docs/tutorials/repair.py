@@ -106,8 +106,9 @@ print(f"drift, repaired: {memory.drift()}")
 #
 # One decomposition serves every strength. `tolerance=` chooses the largest strength that the loss on the new data
 # allows, `budget=` the smallest that reduces the drift enough, and `undo()` restores the tuned weights bit for bit.
-# Read the forecast with care: repair removes exactly what the memory's quadratic can see, so after a repair the
-# forecast is far too low.
+# The drift is measured on the probe; the forecast comes from the memory alone, and after a repair it is not trusted
+# (`memory.forecast().trusted` is False): repair removes exactly what the memory's quadratic can see. Here it is two to
+# five times too high.
 
 # %%
 print(repair.table(strengths=(0.0, 0.1, 1.0, 10.0)))

@@ -33,7 +33,7 @@ def coherent_curve(blocks: Sequence[BlockPerturbation], probe: LossProbe, exampl
 
     Args:
         blocks: The blocks to displace.
-        probe: The examples to measure on, after a first call of its `loss`.
+        probe: The examples to measure on.
         examples: Number of examples that the Fisher of the blocks sums over.
         scale: Factor that converts the likelihood's units to nats.
 
@@ -41,6 +41,8 @@ def coherent_curve(blocks: Sequence[BlockPerturbation], probe: LossProbe, exampl
         The curve; None if the likelihood defines no divergence, or the gradient is zero.
     """
     names = [name for block in blocks for name in block.block.parameters]
+    if math.isnan(probe.loss({})):  # none of these examples has a target
+        return None
     try:
         probe.record_outputs()
     except UnsupportedError:

@@ -48,6 +48,9 @@ SHARE = 0.05
 LEAST = 16
 """Smallest number of examples to measure on."""
 
+PART = 4
+"""The drift, which varies less between examples than the loss, is measured on one of this many."""
+
 
 class Curves(NamedTuple):
     """The loss curves of a task.
@@ -79,8 +82,12 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
     ranks = current()
     # a backward pass costs as much as two forward passes
     rows = round(SHARE * fisher.rows * (1 + 2 * fisher.roots) / (2 * len(RISES) + 1))
-    share = max(rows, LEAST) if ranks is None else -(-max(rows, LEAST) // ranks.size)
-    probe = LossProbe(posterior.model, fisher.first.take(share), likelihood, forward, seed)
+
+    def probe_of(rows: int) -> LossProbe:
+        share = max(rows, LEAST) if ranks is None else -(-max(rows, LEAST) // ranks.size)
+        return LossProbe(posterior.model, fisher.first.take(share), likelihood, forward, seed)
+
+    probe = probe_of(rows)
     if not blocks or not (probe.batches or ranks):
         return Curves()
     points = []
@@ -101,7 +108,7 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
         curve = Curve.through(points)
         if gradient is not None:  # the direction is known, and was measured
             return Curves(curve, curve)
-        return Curves(curve, coherent_curve(blocks, probe, fisher.examples, fisher.loss_scale))
+        return Curves(curve, coherent_curve(blocks, probe_of(rows // PART), fisher.examples, fisher.loss_scale))
 
 
 Displacements = list[list[Tensor]]
