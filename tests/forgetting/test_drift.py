@@ -385,3 +385,59 @@ def test_exact_drift_of_a_language_model_is_kl_over_the_whole_vocabulary() -> No
         logits = [m(input_ids=rows, attention_mask=mask).logits[:, :-1] for m in (before, model)]
     each = kl(logits[0].double(), logits[1].double())[mask[:, 1:].bool()]
     assert math.isclose(found, float(each.mean()), rel_tol=1e-5)
+
+
+class Encoder(nn.Module):
+    """An encoder with a small head, which the memory does not cover."""
+
+    def __init__(self, outputs: int = 3) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, 8))
+        self.head = nn.Linear(8, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))  # type: ignore[no-any-return]
+
+
+def encoder(excluded: str = "head") -> tuple[Encoder, limpet.OnlineLaplace, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model, x = Encoder().double(), inputs()
+    memory = limpet.OnlineLaplace(model, exclude=[excluded])
+    memory.consolidate([(x, torch.arange(50) % 3)], probe=50, progress=False)
+    return model, memory, x, model(x).detach()
+
+
+@pytest.mark.parametrize("outputs", [3, 5], ids=["of the same shape", "with more outputs"])
+def test_drift_is_measured_through_the_old_head_if_it_was_replaced(outputs: int, tmp_path: Path) -> None:
+    model, memory, x, before = encoder()
+    memory.save(tmp_path / "m.safetensors")
+    old = copy.deepcopy(model.head)
+    torch.manual_seed(7)
+    model.head = nn.Linear(8, outputs).double()
+    assert float(memory.drift()) == pytest.approx(0, abs=1e-12)
+    moved(model)
+    new = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
+    expected = float(kl(before, old(model.body(x)).detach()).mean())
+    for found in (memory.drift(), limpet.load(tmp_path / "m.safetensors", model).drift()):
+        assert math.isclose(found, expected, rel_tol=1e-12)
+    parts = memory.drift(blocks=True).blocks
+    assert set(parts) == {"body.0", "body.2"} and math.isclose(sum(parts.values()), expected, rel_tol=1e-9)
+    for name, p in model.named_parameters():
+        assert p is new[name][0] and torch.equal(p, new[name][1])
+
+
+def test_a_head_that_trains_on_is_part_of_the_drift() -> None:
+    model, memory, x, before = encoder()
+    with torch.no_grad():
+        model.head.weight += 0.1 * torch.randn(3, 8, dtype=torch.float64)
+    with pytest.warns(LimpetWarning, match="contribute to this drift"):
+        found = memory.drift()
+    assert found > 0 and math.isclose(found, float(kl(before, model(x).detach()).mean()), rel_tol=1e-12)
+
+
+def test_most_of_a_model_is_not_stored_as_a_head() -> None:
+    model, memory, _, _ = encoder(excluded="body.2")
+    assert memory.probes[0].head == {} and set(memory.probes[0].outside) == {"body.2.weight", "body.2.bias"}
+    model.body[2] = nn.Linear(40, 8).double()
+    with pytest.warns(LimpetWarning, match="contribute to this drift"):
+        assert memory.drift() > 0

@@ -54,13 +54,15 @@ def trained(model: nn.Module, batches: Batches, steps: int = 20, lr: float = 0.0
     optimizer.zero_grad()
 
 
-def tuned(structure: str = "kronecker", kind: Any = limpet.OnlineLaplace, **options: Any) -> tuple[Net, Any, Net]:
+def tuned(
+    structure: str = "kronecker", kind: Any = limpet.OnlineLaplace, probe: int | None = None, **options: Any
+) -> tuple[Net, Any, Net]:
     """A model that has learned two tasks, the memory of the first, and a copy from before the second."""
     torch.manual_seed(0)
     model = Net().double()
     trained(model, data(1))
     memory = kind(model, structure=structure, fisher="exact", strength=3.0, **options)
-    memory.consolidate(data(1), progress=False)
+    memory.consolidate(data(1), progress=False, **({} if probe is None else {"probe": probe}))
     before = copy.deepcopy(model)
     trained(model, data(2))
     return model, memory, before
@@ -295,16 +297,32 @@ def test_tolerance_takes_the_largest_strength_that_the_held_out_loss_allows() ->
     assert found[0.2] > 2 * found[0.01]
 
 
-def test_the_automatic_tolerance_is_a_tenth_of_what_was_learned_and_at_most_a_twentieth_of_a_nat() -> None:
+def test_the_automatic_tolerance_is_a_fifth_of_what_was_learned_and_at_most_a_tenth_of_a_nat() -> None:
     model, memory, _ = tuned()
     repair = limpet.repair(model, memory, data(2), tolerance=0.0, progress=False)
     start, before = (float(repair.at(0.0, scale).measured().loss or 0) for scale in (1.0, 0.0))
-    affordable = min(0.05, (before - start) / 10)
-    assert 0 < affordable < 0.05
+    affordable = min(0.1, (before - start) / 5)
+    assert 0 < affordable < 0.1
     repair.within_tolerance("auto")
     assert repair.strength == pytest.approx(repair.within_tolerance(affordable).strength)
     model, memory, _ = tuned()
     assert limpet.repair(model, memory, data(2), tolerance="auto", progress=False).strength == repair.strength
+
+
+def test_a_budget_with_a_tolerance_is_the_smaller_of_the_two_strengths() -> None:
+    model, memory, _ = tuned(probe=40)
+    affordable = limpet.repair(model, memory, data(2), tolerance=0.05, progress=False).strength
+    drift = memory.drift()
+
+    def strength(budget: float, **options: float) -> float:
+        model, memory, _ = tuned(probe=40)
+        return limpet.repair(model, memory, data(2), budget=budget, progress=False, **options).strength
+
+    # the same held-out rows with and without the budget: a tolerance that never binds gives the strength of the budget
+    generous, tight = strength(1.5 * drift, tolerance=100.0), strength(drift / 2, tolerance=100.0)
+    assert 0 < generous < affordable < tight
+    assert strength(1.5 * drift, tolerance=0.05) == generous
+    assert strength(drift / 2, tolerance=0.05) == affordable
 
 
 def test_what_is_held_out_is_not_in_the_curvature() -> None:
@@ -350,7 +368,7 @@ def test_the_table_shows_what_was_measured_and_leaves_the_model() -> None:
 
 def test_what_cannot_be_repaired_says_why() -> None:
     model, memory, before = tuned()
-    with pytest.raises(LimpetError, match="pass only one of them"):
+    with pytest.raises(LimpetError, match="either them or strength="):
         limpet.repair(model, memory, data(2), strength=1.0, tolerance=0.1)
     with pytest.raises(LimpetError, match="no probe"):
         limpet.repair(model, memory, data(2), budget=0.1)

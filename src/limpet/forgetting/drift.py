@@ -75,7 +75,8 @@ def drift(
 ) -> Drift:
     """Measure the drift of a memory's model on its probes, as `memory.drift` returns it.
 
-    Warns if parameters that the memory does not cover have changed, unless `forward` is given.
+    Outputs are compared through the head that they were recorded with if it was replaced (`Probe.through_head`). Warns
+    if parameters that the memory does not cover have changed otherwise, unless `forward` is given.
 
     Args:
         posterior: The posterior of the memory.
@@ -89,7 +90,7 @@ def drift(
         The drift.
     """
     model = posterior.model
-    changed = sorted({name for probe in probes for name in probe.changed_outside(model)})
+    changed = sorted({name for probe in probes if not probe.replaced(model) for name in probe.changed_outside(model)})
     if changed and forward is None:
         warn(
             f"{len(changed)} parameters not covered by the memory (such as {changed[0]}) have changed and contribute "
@@ -121,37 +122,31 @@ def measured_drift(
     Returns:
         The drift.
     """
-    with preserve_state(model), torch.no_grad():
-        return _drift(_divergences(model, probes, likelihood, forward))
-
-
-def _drift(found: Iterable[tuple[Tensor, Tensor]]) -> Drift:
-    """Average divergences per example and position over the positions that count."""
     sums: list[float] = []
     counts: list[float] = []
-    for values, counted in found:
-        sums += values.double().sum(1).tolist()
-        counts += counted.tolist()
+    with preserve_state(model), torch.no_grad():
+        for probe in probes:
+            with probe.through_head(model):
+                for values, counted in _divergences(model, probe, likelihood, forward):
+                    sums += values.double().sum(1).tolist()
+                    counts += counted.tolist()
     return Drift(sums, counts)
 
 
 def _divergences(
-    model: nn.Module, probes: Iterable[Probe], likelihood: Likelihood, forward: Forward | None
-) -> Iterable[tuple[Tensor, Tensor]]:
+    model: nn.Module, probe: Probe, likelihood: Likelihood, forward: Forward | None
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield, for every batch, the KL per example and position and the number of counted positions per example."""
     device = next(model.parameters()).device
-    for probe in probes:
-        for batch, summary in zip(probe.batches, probe.summaries, strict=True):
-            outputs, _ = call(model, prepared(batch, device), forward)
-            found = likelihood.divergence(summary, outputs) * probe.scale
-            found = found.reshape(len(found), -1)
-            counted = summary.get("counted")
-            each = (
-                torch.full((len(found),), found.shape[1])
-                if counted is None
-                else counted.reshape(len(counted), -1).sum(1)
-            )
-            yield found, each
+    for batch, summary in zip(probe.batches, probe.summaries, strict=True):
+        outputs, _ = call(model, prepared(batch, device), forward)
+        found = likelihood.divergence(summary, outputs) * probe.scale
+        found = found.reshape(len(found), -1)
+        counted = summary.get("counted")
+        each = (
+            torch.full((len(found),), found.shape[1]) if counted is None else counted.reshape(len(counted), -1).sum(1)
+        )
+        yield found, each
 
 
 def exact_drift(
@@ -182,8 +177,8 @@ def exact_drift(
                 counted = {name: tensor for name, tensor in kept.items() if name.endswith("counted")}
                 yield replace(probe, batches=[batch], summaries=[likelihood.summary(outputs, None) | counted])
 
-    with preserve_state(model), preserve_state(reference), torch.no_grad():
-        return _drift(_divergences(model, computed(), likelihood, forward))
+    with preserve_state(reference), torch.no_grad():
+        return measured_drift(model, computed(), likelihood, forward)
 
 
 def shares(
@@ -208,11 +203,13 @@ def shares(
     wanted = [parameters[name] for name in names]
     gradients: dict[str, Tensor] = {}
     with preserve_state(model), trainable(wanted), torch.enable_grad():
-        for values, _ in _divergences(model, probes, likelihood, forward):
-            found = torch.autograd.grad(values.sum(), wanted, allow_unused=True)
-            for name, gradient in zip(names, found, strict=True):
-                if gradient is not None:
-                    gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        for probe in probes:
+            with probe.through_head(model):
+                for values, _ in _divergences(model, probe, likelihood, forward):
+                    found = torch.autograd.grad(values.sum(), wanted, allow_unused=True)
+                    for name, gradient in zip(names, found, strict=True):
+                        if gradient is not None:
+                            gradients[name] = gradients[name] + gradient if name in gradients else gradient
     weights, raw = posterior.weights(), {}
     for block, held in posterior.held.items():
         if held.tasks:

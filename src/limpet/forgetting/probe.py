@@ -8,7 +8,8 @@ Targets are not stored, and for a large vocabulary only some of the labels are (
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +19,19 @@ from torch import Tensor, nn
 from limpet.errors import UnsupportedError, finite_number, signed_number
 from limpet.likelihoods import Likelihood
 from limpet.likelihoods.base import TALLY
-from limpet.model import Forward, call, named_parameters, prepared, preserve_state
+from limpet.model import Forward, call, named_parameters, prepared, preserve_state, replaced
 from limpet.model.adapters import adapter_parameters
 from limpet.model.batch import is_causal, is_encoder_decoder, target_key
 
 Plain = Any
 """A JSON value: a number, a string, None, or a list or dictionary of these."""
+
+
+HEAD = "head/"
+"""Prefix of the names of the stored parameters."""
+
+HEAD_SHARE = 10
+"""Parameters that the memory does not cover are stored if they are at most one in this many of the model's weights."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +43,15 @@ class Probe:
         summaries: The likelihood's summary of the outputs, one per batch.
         scale: Factor that converts the likelihood's divergence to nats, for likelihoods that estimate their noise.
         outside: Checksums of the parameters that the memory does not cover, used to detect changes in them.
+        head: The values of those parameters, if they are few compared to the model, so that the outputs of an encoder
+            can be compared through the head that they were recorded with.
     """
 
     batches: Sequence[Any]
     summaries: Sequence[Mapping[str, Tensor]]
     scale: float = 1.0
     outside: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    head: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def record(
@@ -81,7 +92,8 @@ class Probe:
                 tally += likelihood.tally(outputs, targets)
                 summaries.append({name: tensor.cpu() for name, tensor in found.items()})
                 kept.append(_on_cpu(given if forward is not None else without_targets(model, given)))
-        probe = cls(kept, summaries, likelihood.fisher_scale(tally, empirical=False), _sums(model, held))
+        scale = likelihood.fisher_scale(tally, empirical=False)
+        probe = cls(kept, summaries, scale, _sums(model, held), _head(model, held))
         probe.metadata()  # raises now, rather than on save, if a batch cannot be stored
         return probe
 
@@ -102,6 +114,36 @@ class Probe:
 
         return [name for name, sums in self.outside.items() if not same(name, sums)]
 
+    @torch.no_grad()
+    def replaced(self, model: nn.Module) -> bool:
+        """Tell whether the head was replaced, rather than trained further.
+
+        Args:
+            model: The model as it is now.
+
+        Returns:
+            Whether the stored parameters that have changed have other shapes or, together, a cosine with their stored
+            values below 1/2.
+        """
+        parameters, changed = named_parameters(model), self.changed_outside(model)
+        if not self.head or not changed or not set(changed) <= parameters.keys() & self.head.keys():
+            return False
+        pairs = [(parameters[name].detach().cpu().double(), self.head[name].double()) for name in changed]
+        if any(now.shape != before.shape for now, before in pairs):
+            return True
+        now, before = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in zip(*pairs, strict=True))
+        return float(now @ before) < float(now.norm() * before.norm()) / 2
+
+    @contextmanager
+    def through_head(self, model: nn.Module) -> Iterator[None]:
+        """Run the body with the stored head in place of the one that has replaced it.
+
+        Args:
+            model: The model. If its head was not replaced, it runs as it is.
+        """
+        with replaced(named_parameters(model), self.head if self.replaced(model) else {}):
+            yield
+
     @property
     def rows(self) -> int:
         """Number of examples."""
@@ -118,7 +160,7 @@ class Probe:
         for i, (batch, summary) in enumerate(zip(self.batches, self.summaries, strict=True)):
             _flatten(batch, f"{i}/inputs", found)
             found.update({f"{i}/outputs/{name}": tensor for name, tensor in summary.items()})
-        return found
+        return found | {f"{HEAD}{name}": tensor for name, tensor in self.head.items()}
 
     def metadata(self) -> Plain:
         """Return everything that is not a tensor as JSON values, with a note that the file contains inputs."""
@@ -158,7 +200,10 @@ class Probe:
         if any(t.is_floating_point() and t.numel() and not float(t.max()) < math.inf for t in tensors.values()):
             raise ValueError("the probe contains inf or nan")
         outside = {str(name): [signed_number(name, one) for one in sums] for name, sums in metadata["outside"].items()}
-        return cls(batches, summaries, finite_number("scale", metadata["scale"]), outside)
+        head = {name.removeprefix(HEAD): t for name, t in tensors.items() if name.startswith(HEAD)}
+        if not head.keys() <= outside.keys() or not all(bool(t.isfinite().all()) for t in head.values()):
+            raise ValueError("the probe contains parameters that it does not name, or that are not finite")
+        return cls(batches, summaries, finite_number("scale", metadata["scale"]), outside, head)
 
 
 @torch.no_grad()
@@ -170,6 +215,15 @@ def _sums(model: nn.Module, without: Collection[str]) -> dict[str, list[float]]:
         for name, p in named_parameters(model).items()
         if name not in without and p not in left_out
     }
+
+
+@torch.no_grad()
+def _head(model: nn.Module, without: Collection[str]) -> dict[str, Tensor]:
+    """Copy the parameters that `_sums` sums, if together they are at most one in `HEAD_SHARE` weights of the model."""
+    parameters = named_parameters(model)
+    found = {name: parameters[name] for name in _sums(model, without) if parameters[name].is_floating_point()}
+    small = HEAD_SHARE * sum(p.numel() for p in found.values()) <= sum(p.numel() for p in parameters.values())
+    return {name: _on_cpu(p) for name, p in found.items()} if small else {}
 
 
 def without_targets(model: nn.Module, batch: Any) -> Any:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from limpet.curvature import Fisher
 from limpet.curvature.progress import Progress
-from limpet.errors import LimpetError, NotProtectedWarning, UnsupportedError, finite_number, warn
+from limpet.errors import LimpetError, LimpetWarning, NotProtectedWarning, UnsupportedError, finite_number, warn
 from limpet.forgetting.displacement import Displacement, cut_to_rank, displacements, is_direct
 from limpet.model import Block
 from limpet.posterior import BlockPosterior, Posterior
@@ -40,8 +40,8 @@ LADDER = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 FURTHEST, CLOSE = math.log(1e4), 0.1
 """The strength is searched between 1e-4 and 1e4, to within ten percent (both are logarithms)."""
 
-TOLERANCE, SHARE = 0.05, 0.1
-"""The tolerance "auto": nats per example, and the part of what was learned, whichever is less (decision 21)."""
+TOLERANCE, SHARE = 0.1, 0.2
+"""The tolerance "auto": nats per example, and the part of what was learned, whichever is less (decision 24)."""
 
 
 @dataclass(frozen=True)
@@ -244,8 +244,8 @@ class Repair:
         """Move the model to the largest strength that increases the loss on held-out new data by at most `tolerance`.
 
         Args:
-            tolerance: The allowed increase over the loss of the tuned weights, in nats per example. "auto": 0.05 nats,
-                but at most a tenth of what the update has reduced that loss by.
+            tolerance: The allowed increase over the loss of the tuned weights, in nats per example. "auto": 0.1 nats,
+                but at most a fifth of what the update has reduced that loss by.
             scale: Multiplier of the update.
 
         Returns:
@@ -255,30 +255,28 @@ class Repair:
             LimpetError: If there are no held-out new data to measure the loss on.
             ValueError: If `tolerance` is negative or not finite.
         """
-        if tolerance != "auto":
-            finite_number("tolerance", tolerance)
-        loss = self._measures.loss
-        if loss is None:
-            raise LimpetError("tolerance= needs held-out new data: pass batches that can be split, or use strength=")
-        self.undo()
-        most = loss() + (self._affordable(loss) if tolerance == "auto" else tolerance)
+        loss, most = self._affordable(tolerance)
         affordable, _ = bisected(lambda s: self._measure_at(loss, s, scale) <= most, furthest=FURTHEST, close=CLOSE)
         return self.at(affordable, scale) if self._measure_at(loss, affordable, scale) <= most else self.undo()
 
-    def within_budget(self, budget: float, scale: float = 1.0) -> Repair:
+    def within_budget(
+        self, budget: float, scale: float = 1.0, tolerance: float | Literal["auto"] | None = None
+    ) -> Repair:
         """Move the model to the smallest strength at which the measured drift is within a budget.
 
         Args:
             budget: The allowed KL(before || now), in nats per example or token.
             scale: Multiplier of the update.
+            tolerance: If given, the largest increase of the loss on held-out new data that this may cost, as for
+                `within_tolerance`; if the budget costs more, the drift is reduced as far as this allows.
 
         Returns:
             This repair. If the drift of the tuned weights is already within the budget, the model keeps them.
 
         Raises:
-            LimpetError: If the memory has no probe, or if no strength brings the drift within the budget. In the
-                latter case the model has its tuned weights.
-            ValueError: If `budget` is negative or not finite.
+            LimpetError: If the memory has no probe, or, without a tolerance, if no strength brings the drift within
+                the budget. In the latter case the model has its tuned weights.
+            ValueError: If `budget` or `tolerance` is negative or not finite.
         """
         drift = self._measures.drift
         if drift is None:
@@ -290,9 +288,21 @@ class Repair:
         self.undo()
         if drift() <= budget:
             return self
+        if tolerance is not None and (rest := self._measure_at(drift, 0.0, 0.0)) > budget:
+            warn(
+                f"without the update of the weights that the memory covers, the drift is still {rest:.3g} nats, so the "
+                "model was repaired as far as the loss on the new data allows: if it has a new head, pass a "
+                "probe_forward that measures through the old one",
+                LimpetWarning,
+            )
+            return self.within_tolerance(tolerance, scale)
         # twice as fine as for a tolerance, because the drift falls faster than the strength rises
         _, enough = bisected(lambda s: self._measure_at(drift, s, scale) > budget, furthest=FURTHEST, close=CLOSE / 2)
         found = self._measure_at(drift, enough, scale)
+        if tolerance is not None:
+            loss, most = self._affordable(tolerance)
+            cheap = found <= budget and self._measure_at(loss, enough, scale) <= most
+            return self if cheap else self.within_tolerance(tolerance, scale)
         if found <= budget:
             return self
         self.undo()
@@ -302,11 +312,18 @@ class Repair:
             "restore those, or pass a larger budget="
         )
 
-    def _affordable(self, loss: Callable[[], float]) -> float:
-        """The tolerance "auto", with the model at its tuned weights."""
-        learned = -loss() + self._measure_at(loss, 0.0, 0.0)
+    def _affordable(self, tolerance: float | Literal["auto"]) -> tuple[Callable[[], float], float]:
+        """The loss on held-out new data, and how large it may become; the model has its tuned weights afterwards."""
+        loss = self._measures.loss
+        if loss is None:
+            raise LimpetError("tolerance= needs held-out new data: pass batches that can be split, or use strength=")
         self.undo()
-        return max(0.0, min(TOLERANCE, SHARE * learned))
+        tuned = loss()
+        if tolerance != "auto":
+            return loss, tuned + finite_number("tolerance", tolerance)
+        learned = self._measure_at(loss, 0.0, 0.0) - tuned
+        self.undo()
+        return loss, tuned + max(0.0, min(TOLERANCE, SHARE * learned))
 
     def _measure_at(self, measure: Callable[[], float], strength: float, scale: float) -> float:
         """Move the model to a point of the path and measure it there."""

@@ -58,6 +58,9 @@ if TYPE_CHECKING:
 MOVED = 1e-4
 """Largest relative distance between weights and mean that rounding alone can explain."""
 
+DRIFT = 0.03
+"""Drift on the probe, in nats per example, to which mode "repair" reduces it by default (decision 24)."""
+
 REPAIRED_WITH = 10_000
 """Number of examples (or tokens) with which protection by repair measures the curvature of the new data."""
 
@@ -304,7 +307,7 @@ class Laplace(Memory):
         if budget is not None:
             chosen["budget"] = budget
         elif not {"strength", "tolerance", "budget"} & chosen.keys():
-            chosen["tolerance"] = "auto"
+            chosen |= {"tolerance": "auto", "budget": DRIFT if self.probes else None}
         RepairOptions(**chosen)  # raises now, rather than after training
 
         def run(batches: Iterable[Any], forward: Forward | None) -> Repair:

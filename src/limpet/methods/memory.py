@@ -283,8 +283,9 @@ class Memory(ABC):
                 "repair" it is the largest allowed drift, measured on the memory's probe.
             batches: The new data, for mode "repair". By default a sample of the inputs that the model is trained on is
                 recorded.
-            repair: Options of `limpet.repair` for mode "repair". Defaults to `{"tolerance": "auto"}`: repair as far
-                as the loss on a held-out part of the sample allows.
+            repair: Options of `limpet.repair` for mode "repair". Defaults to `{"budget": 0.03, "tolerance": "auto"}`:
+                repair until the drift on the probe is 0.03 nats per example, or as far as the loss on a held-out part
+                of the sample allows. Without a probe, as far as the loss allows.
 
         Returns:
             A context manager that adds hooks to the optimizer on entry and removes them on exit.
@@ -492,7 +493,9 @@ class Memory(ABC):
     ) -> Drift:
         """Measure how much the model's predictions have changed: KL(before || now) on the memory's probe.
 
-        Unlike `forecast`, it is a measurement: it runs the model on the probe and uses no curvature approximation.
+        Unlike `forecast`, it is a measurement: it runs the model on the probe and uses no curvature approximation. If
+        parameters outside of the memory, such as a head, were replaced, it is measured through the old ones: the probe
+        stores them if they are at most a tenth of the model.
 
         Args:
             forward: The `forward` that was passed to `consolidate` or `add_probe`, if any.

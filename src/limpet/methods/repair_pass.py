@@ -42,7 +42,7 @@ class RepairOptions:
     """The options of `limpet.repair`, which documents them.
 
     Raises:
-        LimpetError: If more than one of strength, tolerance and budget is given.
+        LimpetError: If a strength is given together with a tolerance or a budget.
         ValueError: If a number is negative or not finite, or the rank is not a positive integer.
     """
 
@@ -59,8 +59,8 @@ class RepairOptions:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        if sum(choice is not None for choice in (self.strength, self.tolerance, self.budget)) > 1:
-            raise LimpetError("strength=, tolerance= and budget= are alternatives: pass only one of them")
+        if self.strength is not None and (self.tolerance is not None or self.budget is not None):
+            raise LimpetError("tolerance= and budget= find the strength: pass either them or strength=")
         for name in ("strength", "scale", "tolerance", "budget"):
             if getattr(self, name) is not None and not (name == "tolerance" and self.tolerance == "auto"):
                 finite_number(name, getattr(self, name))
@@ -112,10 +112,10 @@ def repaired(memory: Repairable, batches: Iterable[Any], options: RepairOptions)
         with together("repair", current()), full_precision(), torch.inference_mode(False):
             found = _solved(memory, batches, options)
             undo.callback(found.undo)
-            if options.tolerance is not None:
+            if options.budget is not None:
+                found.within_budget(options.budget, options.scale, options.tolerance)
+            elif options.tolerance is not None:
                 found.within_tolerance(options.tolerance, options.scale)
-            elif options.budget is not None:
-                found.within_budget(options.budget, options.scale)
             else:
                 found.at(1.0 if options.strength is None else options.strength, options.scale)
         undo.pop_all()  # it has succeeded, on all ranks

@@ -2,7 +2,7 @@
 
 from limpet.model.batch import Forward, call, counted_examples, part, prepared
 from limpet.model.blocks import PER_SAMPLE, Block, discover, unwrapped
-from limpet.model.context import full_precision, perturbed, preserve_state, trainable
+from limpet.model.context import full_precision, perturbed, preserve_state, replaced, trainable
 from limpet.model.names import every_name, is_excluded, module_names, named_parameters, plain, running_statistics
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "plain",
     "prepared",
     "preserve_state",
+    "replaced",
     "running_statistics",
     "trainable",
     "unwrapped",

@@ -140,10 +140,23 @@ def perturbed(parameters: Mapping[str, nn.Parameter], displacement: Mapping[str,
         parameters: The parameters by name.
         displacement: The displacement of some of the parameters, by name.
     """
-    originals = {name: parameters[name].data for name in displacement}
+    before = {name: parameters[name].data for name in displacement}
+    with replaced(parameters, {name: w + displacement[name].to(w.device, w.dtype) for name, w in before.items()}):
+        yield
+
+
+@contextmanager
+def replaced(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Run the body with other values of some parameters, and restore the original tensors afterwards, bit for bit.
+
+    Args:
+        parameters: The parameters by name.
+        values: The values by name, which may have other shapes than the parameters.
+    """
+    originals = {name: parameters[name].data for name in values}
     try:
         for name, original in originals.items():
-            parameters[name].data = original + displacement[name].to(original.device, original.dtype)
+            parameters[name].data = values[name].to(original.device, original.dtype)
         yield
     finally:
         for name, original in originals.items():
