@@ -75,11 +75,12 @@ def mnist(_: argparse.Namespace) -> Points:
 
 def sentences(options: argparse.Namespace) -> Points:
     """Drift of MiniLM along several directions, on 64 of the consolidated texts."""
-    from protect_sentences import Rivals
+    from protect_sentences import Sentences
     from repair_sentences import OLD
+    from rivals import Rivals
 
     for seed in options.seeds:
-        rivals = Rivals(options.model, options.reviews, seed)
+        rivals = Rivals(Sentences(options.model, options.reviews, seed))
         model = rivals.model.eval()
         parameters = dict(model.named_parameters())
         wanted = {n: parameters[n] for held in rivals.memory.posterior.held.values() for n in held.block.parameters}
@@ -136,11 +137,12 @@ def directions(before: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 def sketch(options: argparse.Namespace) -> Points:
     """Whether signed sums of the gradients of the whole network forecast the drift of MiniLM, also after a repair."""
-    from protect_sentences import MOMENTS, RATES, Rivals
+    from protect_sentences import RATES, Sentences
     from repair_sentences import NEW, OLD
+    from rivals import MOMENTS, Rivals
 
     for seed in options.seeds:
-        rivals = Rivals(options.model, options.reviews, seed)
+        rivals = Rivals(Sentences(options.model, options.reviews, seed))
         names = [name for held in rivals.memory.posterior.held.values() for name in held.block.parameters]
         sums, count = signed_sums(rivals, names, rivals.experiment.train[OLD][:13])
 

@@ -1,6 +1,7 @@
 """Fine-tune a language model on new text with the protections that limpet has, and with their rivals.
 
     python -m benchmarks protect_language --model M --new C.html --old A.txt B.csv      # all runs still missing
+    python -m benchmarks protect_language --model M --new C.html --old A.txt --time     # a protected step / a plain one
     python -m benchmarks protect_language --draw                                         # the tables
 
 The model, the texts and the training are those of repair_language: LoRA on all linear layers for 300 steps (kind
@@ -16,10 +17,11 @@ M is a folder or a name on the hub; texts are .txt, .html (tags are removed), or
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +64,7 @@ class Bench:
 
     def run(self, what: str) -> list[dict[str, Any]]:
         """One run: its end, and for the memory the budgets along the path of its repair."""
-        options = self.options
-        torch.manual_seed(options.seed)
-        model: Any = fresh(options.model)
-        if options.kind == "lora":
-            config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=LINEAR, task_type="CAUSAL_LM")
-            trained: Any = peft.get_peft_model(model, config)
-        else:
-            trained = model
-            model.get_input_embeddings().requires_grad_(False)
+        options, trained = self.options, self._fresh()
         memory: Any = None
         if what in ("plain", "protect"):
             memory = limpet.load(options.work / "memory-self.safetensors", trained)
@@ -87,6 +81,42 @@ class Bench:
                 protection.repair.within_budget(budget)
                 points.append(self.point(f"budget {budget}", trained, 0.0, memory))
         return points
+
+    def _fresh(self) -> Any:
+        """The model before training, with adapters if it is for LoRA."""
+        torch.manual_seed(self.options.seed)
+        model: Any = fresh(self.options.model)
+        if self.options.kind == "lora":
+            config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=LINEAR, task_type="CAUSAL_LM")
+            return peft.get_peft_model(model, config)
+        model.get_input_embeddings().requires_grad_(False)
+        return model
+
+    def time(self, rounds: int = 12) -> dict[str, Any]:
+        """Seconds of a step under `memory.protect`, of a plain one, interleaved, after two rounds to warm up."""
+        plain, trained = self._fresh(), self._fresh()
+        memory = limpet.load(self.options.work / "memory-self.safetensors", trained)
+        optimizers = [
+            torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATES[self.options.kind])
+            for model in (plain, trained)
+        ]
+        times: list[list[float]] = [[], []]
+        with (
+            suppress(KeyboardInterrupt),
+            memory.protect(optimizers[1], examples=self.new[:, 1:].numel(), mode="repair"),
+        ):
+            for number in range(rounds + 2):
+                rows = self.new[BATCH * number : BATCH * (number + 1)]
+                for model, optimizer, found in zip((plain, trained), optimizers, times, strict=True):
+                    begin = time.perf_counter()
+                    optimizer.zero_grad()
+                    torch.autograd.backward(model(input_ids=rows, labels=rows).loss)
+                    optimizer.step()
+                    found.append(time.perf_counter() - begin)
+            raise KeyboardInterrupt  # the block is left with an error, so nothing is repaired
+        ratios = [b / a for a, b in list(zip(*times, strict=True))[2:]]
+        found_at = {"kind": self.options.kind, "seed": self.options.seed, "what": "time of a step"}
+        return found_at | {"ratio": round(statistics.median(ratios), 3), "rounds": rounds, "versions": versions("peft")}
 
     def _fit(self, trained: Any, what: str, memory: Any, moments: list[dict[str, Any]]) -> Any:
         options, steps = self.options, STEPS[self.options.kind]
@@ -175,7 +205,7 @@ def table(points: list[dict[str, Any]], kind: str) -> str:
             str(p["seconds"]),
         ]
         for p in points
-        if p["kind"] == kind
+        if p["kind"] == kind and "new" in p
     ]
     return markdown(["", "new text", "old text", "drift", "seconds"], rows)
 
@@ -190,9 +220,14 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--time", action="store_true", help="only measure the time of a step")
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     options = common.parse(parser)
     options.source = "self"
+    if options.time:
+        common.append_record(options.out, found := Bench(options).time())
+        print(found)
+        return
     done = {(p["kind"], p["seed"], p["what"]) for p in common.read_records(options.out)}
     missing = [] if options.draw else [w for w in options.runs if (options.kind, options.seed, w) not in done]
     if missing:

@@ -297,16 +297,24 @@ def test_tolerance_takes_the_largest_strength_that_the_held_out_loss_allows() ->
     assert found[0.2] > 2 * found[0.01]
 
 
-def test_the_automatic_tolerance_is_a_fifth_of_what_was_learned_and_at_most_a_tenth_of_a_nat() -> None:
+def test_the_automatic_tolerance_is_a_tenth_of_what_was_learned_and_at_most_a_twentieth_of_a_nat() -> None:
     model, memory, _ = tuned()
     repair = limpet.repair(model, memory, data(2), tolerance=0.0, progress=False)
     start, before = (float(repair.at(0.0, scale).measured().loss or 0) for scale in (1.0, 0.0))
-    affordable = min(0.1, (before - start) / 5)
-    assert 0 < affordable < 0.1
+    affordable = min(0.05, (before - start) / 10)
+    assert 0 < affordable < 0.05
     repair.within_tolerance("auto")
     assert repair.strength == pytest.approx(repair.within_tolerance(affordable).strength)
     model, memory, _ = tuned()
     assert limpet.repair(model, memory, data(2), tolerance="auto", progress=False).strength == repair.strength
+
+
+def test_beside_a_budget_it_is_half_of_what_was_learned_and_at_most_three_tenths() -> None:
+    model, memory, _ = tuned(probe=40)
+    repair = limpet.repair(model, memory, data(2), tolerance=0.0, progress=False)
+    start, before = (float(repair.at(0.0, scale).measured().loss or 0) for scale in (1.0, 0.0))
+    expected = repair.within_tolerance(min(0.3, (before - start) / 2)).strength
+    assert repair.within_budget(1e-9, tolerance="auto").strength == pytest.approx(expected)
 
 
 def test_a_budget_with_a_tolerance_is_the_smaller_of_the_two_strengths() -> None:

@@ -4,38 +4,43 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from conftest import benchmark
 
 PAGE = Path(__file__).parents[2] / "results" / "protect" / "README.md"
 
 
-def test_the_tables_are_those_of_the_records() -> None:
-    sentences = benchmark("protect_sentences")
-    points = sentences.common.read_records(sentences.RESULTS)
-    for rate in sentences.RATES:
-        assert sentences.table(points, rate) in PAGE.read_text(), "python -m benchmarks protect_sentences --draw"
+@pytest.mark.parametrize("name", ["protect_sentences", "protect_vision"])
+def test_the_tables_are_those_of_the_records(name: str) -> None:
+    experiment, rivals = benchmark(name), benchmark("rivals")
+    points = experiment.common.read_records(experiment.RESULTS)
+    for rate in experiment.RATES:
+        assert rivals.table(points, rate, experiment.COLUMNS) in PAGE.read_text(), f"python -m benchmarks {name} --draw"
 
 
-def test_protection_keeps_the_old_task_and_learns_the_new_one() -> None:
-    sentences = benchmark("protect_sentences")
-    points = sentences.common.read_records(sentences.RESULTS)
+@pytest.mark.parametrize("name", ["protect_sentences", "protect_vision"])
+def test_protection_keeps_the_old_task_and_learns_the_new_one(name: str) -> None:
+    experiment = benchmark(name)
+    points = experiment.common.read_records(experiment.RESULTS)
+    plain = {(p["seed"], p["rate"]): p["new"][0] for p in points if p["what"] == "plain"}
     protected = [p for p in points if p["what"] == "protect"]
-    assert protected
-    for p in protected:
-        (plain,) = (q for q in points if (q["seed"], q["rate"], q["what"]) == (p["seed"], p["rate"], "plain"))
-        assert p["old"][0] > p["before"][0] - 5  # one of six loses more than 4 points
-        assert p["new"][0] > plain["new"][0] - 6
+    lost = [plain[p["seed"], p["rate"]] - p["new"][0] for p in protected]
+    assert protected and all(p["old"][0] > p["before"][0] - 4 for p in protected)
+    assert sum(loss > 6 for loss in lost) == (2 if name == "protect_vision" else 0) and max(lost) < 8.5
 
 
-def test_budgets_are_kept_on_the_probe_and_nearly_on_other_texts() -> None:
-    sentences = benchmark("protect_sentences")
-    points = [p for p in sentences.common.read_records(sentences.RESULTS) if p["what"].startswith("budget")]
+@pytest.mark.parametrize(("name", "most"), [("protect_sentences", 2.6), ("protect_vision", 1.2)])
+def test_budgets_are_kept_on_the_probe_and_nearly_on_other_examples(name: str, most: float) -> None:
+    experiment = benchmark(name)
+    points = [p for p in experiment.common.read_records(experiment.RESULTS) if p["what"].startswith("budget")]
     for p in points:
         budget = float(p["what"].split()[1])
-        assert p["end"]["drift"] <= budget and p["drift_test"][0] < 1.8 * budget
+        assert p["end"]["drift"] <= budget and p["drift_test"][0] < most * budget
 
 
-def test_no_forecast_of_a_transformer_is_trusted() -> None:
-    sentences = benchmark("protect_sentences")
-    moments = [m for p in sentences.common.read_records(sentences.RESULTS) for m in p.get("moments", ())]
-    assert len(moments) > 30 and not any(moment["trusted"] for moment in moments)
+@pytest.mark.parametrize("name", ["protect_sentences", "protect_vision"])
+def test_no_forecast_under_adam_is_trusted(name: str) -> None:
+    experiment = benchmark(name)
+    moments = [m for p in experiment.common.read_records(experiment.RESULTS) for m in p.get("moments", ())]
+    assert len(moments) > 80 and not any(moment["trusted"] for moment in moments)

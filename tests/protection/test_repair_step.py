@@ -143,7 +143,7 @@ def test_what_was_learned_first_is_kept() -> None:
         train(model, optimizer, x, y)
     with torch.no_grad():
         assert float(F.cross_entropy(model(old_x), old_y)) - before < 0.7 * forgotten
-        assert float(F.cross_entropy(model(x), y)) < new + 0.15
+        assert float(F.cross_entropy(model(x), y)) < new + 0.4
 
 
 def test_a_budget_is_kept_on_the_probe() -> None:

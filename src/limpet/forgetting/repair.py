@@ -40,8 +40,11 @@ LADDER = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 FURTHEST, CLOSE = math.log(1e4), 0.1
 """The strength is searched between 1e-4 and 1e4, to within ten percent (both are logarithms)."""
 
-TOLERANCE, SHARE = 0.1, 0.2
-"""The tolerance "auto": nats per example, and the part of what was learned, whichever is less (decision 24)."""
+TOLERANCE, SHARE = 0.05, 0.1
+"""The tolerance "auto": nats per example, and the part of what was learned, whichever is less (decision 21)."""
+
+LIMIT, MOST = 0.3, 0.5
+"""The same beside a budget, where it is only a limit (decision 24)."""
 
 
 @dataclass(frozen=True)
@@ -244,8 +247,8 @@ class Repair:
         """Move the model to the largest strength that increases the loss on held-out new data by at most `tolerance`.
 
         Args:
-            tolerance: The allowed increase over the loss of the tuned weights, in nats per example. "auto": 0.1 nats,
-                but at most a fifth of what the update has reduced that loss by.
+            tolerance: The allowed increase over the loss of the tuned weights, in nats per example. "auto": 0.05 nats,
+                but at most a tenth of what the update has reduced that loss by.
             scale: Multiplier of the update.
 
         Returns:
@@ -255,7 +258,10 @@ class Repair:
             LimpetError: If there are no held-out new data to measure the loss on.
             ValueError: If `tolerance` is negative or not finite.
         """
-        loss, most = self._affordable(tolerance)
+        return self._affording(*self._limit(tolerance, TOLERANCE, SHARE), scale)
+
+    def _affording(self, loss: Callable[[], float], most: float, scale: float) -> Repair:
+        """Move the model to the largest strength at which the loss is at most `most`, or undo the repair."""
         affordable, _ = bisected(lambda s: self._measure_at(loss, s, scale) <= most, furthest=FURTHEST, close=CLOSE)
         return self.at(affordable, scale) if self._measure_at(loss, affordable, scale) <= most else self.undo()
 
@@ -267,8 +273,9 @@ class Repair:
         Args:
             budget: The allowed KL(before || now), in nats per example or token.
             scale: Multiplier of the update.
-            tolerance: If given, the largest increase of the loss on held-out new data that this may cost, as for
-                `within_tolerance`; if the budget costs more, the drift is reduced as far as this allows.
+            tolerance: If given, the largest increase of the loss on held-out new data that this may cost, in nats per
+                example. "auto": 0.3 nats, but at most half of what the update has reduced that loss by. If the budget
+                costs more, the drift is reduced as far as this allows.
 
         Returns:
             This repair. If the drift of the tuned weights is already within the budget, the model keeps them.
@@ -295,14 +302,14 @@ class Repair:
                 "probe_forward that measures through the old one",
                 LimpetWarning,
             )
-            return self.within_tolerance(tolerance, scale)
+            return self._affording(*self._limit(tolerance, LIMIT, MOST), scale)
         # twice as fine as for a tolerance, because the drift falls faster than the strength rises
         _, enough = bisected(lambda s: self._measure_at(drift, s, scale) > budget, furthest=FURTHEST, close=CLOSE / 2)
         found = self._measure_at(drift, enough, scale)
         if tolerance is not None:
-            loss, most = self._affordable(tolerance)
+            loss, most = self._limit(tolerance, LIMIT, MOST)
             cheap = found <= budget and self._measure_at(loss, enough, scale) <= most
-            return self if cheap else self.within_tolerance(tolerance, scale)
+            return self if cheap else self._affording(loss, most, scale)
         if found <= budget:
             return self
         self.undo()
@@ -312,8 +319,16 @@ class Repair:
             "restore those, or pass a larger budget="
         )
 
-    def _affordable(self, tolerance: float | Literal["auto"]) -> tuple[Callable[[], float], float]:
-        """The loss on held-out new data, and how large it may become; the model has its tuned weights afterwards."""
+    def _limit(
+        self, tolerance: float | Literal["auto"], nats: float, share: float
+    ) -> tuple[Callable[[], float], float]:
+        """The loss on held-out new data, and how large it may become; the model has its tuned weights afterwards.
+
+        Args:
+            tolerance: The allowed increase, or "auto" for the smaller of `nats` and `share` of what was learned.
+            nats: A number of nats per example.
+            share: A part of what was learned.
+        """
         loss = self._measures.loss
         if loss is None:
             raise LimpetError("tolerance= needs held-out new data: pass batches that can be split, or use strength=")
@@ -323,7 +338,7 @@ class Repair:
             return loss, tuned + finite_number("tolerance", tolerance)
         learned = self._measure_at(loss, 0.0, 0.0) - tuned
         self.undo()
-        return loss, tuned + max(0.0, min(TOLERANCE, SHARE * learned))
+        return loss, tuned + max(0.0, min(nats, share * learned))
 
     def _measure_at(self, measure: Callable[[], float], strength: float, scale: float) -> float:
         """Move the model to a point of the path and measure it there."""
