@@ -48,8 +48,8 @@ SHARE = 0.05
 LEAST = 16
 """Smallest number of examples to measure on."""
 
-PART = 4
-"""The drift, which varies less between examples than the loss, is measured on one of this many."""
+PART, FEW = 4, 64
+"""The drift, which varies less between examples than the loss, is measured on one of 4, and on 64 at least."""
 
 
 class Curves(NamedTuple):
@@ -108,7 +108,7 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
         curve = Curve.through(points)
         if gradient is not None:  # the direction is known, and was measured
             return Curves(curve, curve)
-        return Curves(curve, coherent_curve(blocks, probe_of(rows // PART), fisher.examples, fisher.loss_scale))
+        return Curves(curve, coherent_curve(blocks, probe_of(max(rows // PART, FEW)), fisher.examples, fisher.loss_scale))
 
 
 Displacements = list[list[Tensor]]
