@@ -243,7 +243,7 @@ def test_what_is_wrong_is_one_line(folder: Path, memory: Path, tmp_path: Path) -
         (["consolidate", *base, "--data", "x", "--chat"], "only apply to --self-samples"),
         (["repair", *tuned, *data, "-o", str(folder / "adapter")], "choose another output folder"),
         (["repair", *tuned, *data, "-o", str(folder / "base")], "choose another output folder"),
-        (["repair", *tuned, *data, "-o", str(tmp_path / "o"), "--strength", "1", "--budget", "1"], "either them or strength="),
+        (["repair", *tuned, *data, "-o", str(tmp_path / "o"), "--strength", "1", "--budget", "1"], "or strength="),
         (["drift", *base, "--tuned", str(tmp_path / "no"), "--memory", str(memory)], "is not a folder"),
         (["drift", *base, "--tuned", str(tmp_path / "empty"), "--memory", str(memory)], "not a causal language model"),
         (["drift", *tuned, "--dtype", "int8"], "--dtype must be one of"),

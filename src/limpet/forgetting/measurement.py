@@ -108,7 +108,8 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
         curve = Curve.through(points)
         if gradient is not None:  # the direction is known, and was measured
             return Curves(curve, curve)
-        return Curves(curve, coherent_curve(blocks, probe_of(max(rows // PART, FEW)), fisher.examples, fisher.loss_scale))
+        fewer = probe_of(max(rows // PART, FEW))
+        return Curves(curve, coherent_curve(blocks, fewer, fisher.examples, fisher.loss_scale))
 
 
 Displacements = list[list[Tensor]]
