@@ -32,7 +32,7 @@ BOUNDS = {
     "LeNet: curvature pass, sampled": 3.3,
     "LeNet: curvature pass, exact": 6.0,
     "MLP: the curve, of the pass it belongs to": 0.2,
-    "LeNet: the curve, of the pass it belongs to": 0.2,
+    "LeNet: the curve, of the pass it belongs to": 0.25,
     "MLP: protected step, proximal, every=8": 1.25,
     "MLP: protected step, gradient": 2.4,
     "MLP: protected step, gradient, memory of two tasks": 2.4,
