@@ -82,8 +82,8 @@ print(f"the memory: {path.stat().st_size / 1e3:.0f} kB, of {memory.examples} pre
 # ## Fine-tune without the old text
 #
 # From here on the old text is not needed. Load the memory for the plain model, then add the adapters: parameter names
-# are resolved through them. `examples` is the number of predicted tokens, so a row of 13 words counts 12. A budget is
-# cautious on a transformer: it limits the drift of a step whose effects add up, and less than that is lost.
+# are resolved through them. `examples` is the number of predicted tokens, so a row of 13 words counts 12. The budget
+# limits the forecast, which is not trusted for this model and too high here: less than the budget is lost.
 
 
 # %%
