@@ -173,9 +173,8 @@ def stoppable(folder: Path, kind: str, dies: str, rank: int, size: int) -> None:
 
     memory = limpet.OnlineLaplace(model, fisher="exact")
     shared = limpet.distributed.ReplicatedBatches(batches)
-    unmeasured = patch(
-        "limpet.forgetting.measurement.coherent_curve", return_value=None
-    )  # its calls are not the pass's
+    # the calls of the coherent curve are not those of the pass
+    unmeasured = patch("limpet.forgetting.measurement.coherent_curve", return_value=None)
     with patch.object(Checkpoint, "SECONDS", 0.0), patch.object(Checkpoint, "save", noted), unmeasured:
         memory.consolidate(shared, forward=forward, checkpoint=folder / "pass.safetensors", progress=False)
     if rank == 0 or kind == "sharded":

@@ -77,7 +77,7 @@ class Channel:
         self._heard: list[str] = []  # the verdict, which the answering thread keeps if the store ends later
         self._group: Callable[[], Any] = lambda: None
         self._stop = threading.Event()
-        if self._all_here("hello", operation):
+        if self._all_here("hello", operation, operation):
             self._connect(operation)
 
     def _connect(self, operation: str) -> None:
@@ -86,8 +86,7 @@ class Channel:
         for attempt in range(CONNECT_ATTEMPTS):
             with suppress(RuntimeError):
                 group = dist.new_group(backend="gloo", timeout=timedelta(seconds=CONNECT_SECONDS))
-            self._store.set(self._key("connected", attempt, self.rank), "no" if group is None else "yes")
-            if not self._all_here(f"connected/{attempt}", operation):
+            if not self._all_here(f"connected/{attempt}", "no" if group is None else "yes", operation):
                 return
             ranks = range(self.size)
             if all(self._store.get(self._key("connected", attempt, rank)) == b"yes" for rank in ranks):
@@ -243,10 +242,9 @@ class Channel:
                     store.set(self._key("heard", self.rank), "")
                     break
 
-    def _all_here(self, place: str, operation: str) -> bool:
-        """Wait until all ranks are at a place on the way to the channel, because new_group waits without a message."""
-        if place == "hello":
-            self._store.set(self._key(place, self.rank), operation)
+    def _all_here(self, place: str, value: str, operation: str) -> bool:
+        """Wait until all ranks have set their key at a place on the way to the channel: new_group waits silently."""
+        self._store.set(self._key(place, self.rank), value)
         absent = self._missing(place, _timeout)
         if absent:
             self._late(operation, _timeout, absent)

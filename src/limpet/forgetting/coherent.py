@@ -56,15 +56,15 @@ def coherent_curve(blocks: Sequence[BlockPerturbation], probe: LossProbe, exampl
     del gradient  # as large as the model
     if not (predicted > 0 and math.isfinite(predicted)):
         return None
-    points, before = [], 0.0
+    points, scaled_by = [], 1.0
     for rise in RISES:
         step = math.sqrt(rise / predicted)
         drifts = []
-        for now in (step, -step):  # in place, because a direction is as large as the model
+        for factor in (step, -step):  # in place, because a direction is as large as the model
             for z in direction.values():
-                z.mul_(now / before if before else now)
+                z.mul_(factor / scaled_by)
+            scaled_by = factor
             drifts.append(probe.drift(direction))
-            before = now
         points.append((rise, scale * sum(drifts) / 2))
     return Curve.through(points) if any(drift > 0 for _, drift in points) else None
 

@@ -90,7 +90,8 @@ def drift(
         The drift.
     """
     model = posterior.model
-    changed = sorted({name for probe in probes if not probe.replaced(model) for name in probe.changed_outside(model)})
+    compared = [probe for probe in probes if not probe.head_was_replaced(model)]
+    changed = sorted({name for probe in compared for name in probe.changed_outside(model)})
     if changed and forward is None:
         warn(
             f"{len(changed)} parameters not covered by the memory (such as {changed[0]}) have changed and contribute "

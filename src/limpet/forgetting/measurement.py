@@ -48,7 +48,7 @@ SHARE = 0.05
 LEAST = 16
 """Smallest number of examples to measure on."""
 
-PART, FEW = 4, 64
+DRIFT_PART, DRIFT_LEAST = 4, 64
 """The drift, which varies less between examples than the loss, is measured on one of 4, and on 64 at least."""
 
 
@@ -108,7 +108,7 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
         curve = Curve.through(points)
         if gradient is not None:  # the direction is known, and was measured
             return Curves(curve, curve)
-        fewer = probe_of(max(rows // PART, FEW))
+        fewer = probe_of(max(rows // DRIFT_PART, DRIFT_LEAST))
         return Curves(curve, coherent_curve(blocks, fewer, fisher.examples, fisher.loss_scale))
 
 

@@ -92,8 +92,9 @@ class Probe:
                 tally += likelihood.tally(outputs, targets)
                 summaries.append({name: tensor.cpu() for name, tensor in found.items()})
                 kept.append(_on_cpu(given if forward is not None else without_targets(model, given)))
+        outside = _sums(model, held)
         scale = likelihood.fisher_scale(tally, empirical=False)
-        probe = cls(kept, summaries, scale, _sums(model, held), _head(model, held))
+        probe = cls(kept, summaries, scale, outside, _head(model, outside))
         probe.metadata()  # raises now, rather than on save, if a batch cannot be stored
         return probe
 
@@ -115,7 +116,7 @@ class Probe:
         return [name for name, sums in self.outside.items() if not same(name, sums)]
 
     @torch.no_grad()
-    def replaced(self, model: nn.Module) -> bool:
+    def head_was_replaced(self, model: nn.Module) -> bool:
         """Tell whether the head was replaced, rather than trained further.
 
         Args:
@@ -125,8 +126,10 @@ class Probe:
             Whether the stored parameters that have changed have other shapes or, together, a cosine with their stored
             values below 1/2.
         """
+        if not self.head:
+            return False
         parameters, changed = named_parameters(model), self.changed_outside(model)
-        if not self.head or not changed or not set(changed) <= parameters.keys() & self.head.keys():
+        if not changed or not set(changed) <= parameters.keys() & self.head.keys():
             return False
         pairs = [(parameters[name].detach().cpu().double(), self.head[name].double()) for name in changed]
         if any(now.shape != before.shape for now, before in pairs):
@@ -141,7 +144,7 @@ class Probe:
         Args:
             model: The model. If its head was not replaced, it runs as it is.
         """
-        with replaced(named_parameters(model), self.head if self.replaced(model) else {}):
+        with replaced(named_parameters(model), self.head if self.head_was_replaced(model) else {}):
             yield
 
     @property
@@ -217,11 +220,10 @@ def _sums(model: nn.Module, without: Collection[str]) -> dict[str, list[float]]:
     }
 
 
-@torch.no_grad()
-def _head(model: nn.Module, without: Collection[str]) -> dict[str, Tensor]:
-    """Copy the parameters that `_sums` sums, if together they are at most one in `HEAD_SHARE` weights of the model."""
+def _head(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
+    """Copy these parameters, if together they are at most one in `HEAD_SHARE` weights of the model."""
     parameters = named_parameters(model)
-    found = {name: parameters[name] for name in _sums(model, without) if parameters[name].is_floating_point()}
+    found = {name: parameters[name] for name in names if parameters[name].is_floating_point()}
     small = HEAD_SHARE * sum(p.numel() for p in found.values()) <= sum(p.numel() for p in parameters.values())
     return {name: _on_cpu(p) for name, p in found.items()} if small else {}
 
