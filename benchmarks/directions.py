@@ -3,6 +3,7 @@
     python -m benchmarks directions mnist                               # both curves of small networks
     python -m benchmarks directions sentences --model M --reviews R.csv # drift of MiniLM along several directions
     python -m benchmarks directions sketch --model M --reviews R.csv    # sums of gradients of the whole network
+    python -m benchmarks directions probe --model M --reviews R.csv     # drift after a repair, on several sets of texts
 
 Every line is appended to results/forecast/directions.jsonl. The tasks of MiniLM are those of protect_sentences.
 M is a folder or a name on the hub; R has the columns text, label and source ("imdb" or "rotten_tomatoes").
@@ -29,6 +30,7 @@ RESULTS = common.RESULTS / "forecast" / "directions.jsonl"
 EXAMPLES, BATCH = 6000, 100
 STEPS = (1e-5, 3e-5, 1e-4, 3e-4)  # sizes of a displacement by signs
 SUMS, REPAIRED = 32, (0.3, 1.0, 3.0)
+BUDGET = 0.04
 Points = Iterator[dict[str, Any]]
 
 
@@ -193,9 +195,35 @@ def signed_sums(rivals: Any, names: list[str], batches: list[Any]) -> tuple[list
     return sums, count
 
 
+def probe(options: argparse.Namespace) -> Points:
+    """Drift of MiniLM after a repair to a budget: on the probe, and on texts that it was not measured on."""
+    from protect_sentences import RATES, Sentences
+    from repair_sentences import MEASURED, NEW, OLD
+    from rivals import Rivals
+
+    for seed in options.seeds:
+        rivals = Rivals(Sentences(options.model, options.reviews, seed))
+        old, measured = rivals.experiment.train[OLD], -(-MEASURED // 16)
+        texts = {
+            "that the curvature was measured on": old[:measured],
+            "of training, not measured on": old[measured:],
+            "of the test set": rivals.experiment.test[OLD],
+        }
+        rivals.restart()
+        rivals.experiment.fit(rivals.model, NEW, *RATES["1e-4"])
+        limpet.repair(
+            rivals.model, rivals.memory, rivals.experiment.train[NEW], limit=MEASURED, budget=BUDGET, progress=False
+        )
+        found = {"of the probe": rivals.memory.drift()}
+        found |= {kind: rivals.drift_on(rivals.probe_of(batches)) for kind, batches in texts.items()}
+        for kind, drift in found.items():
+            point = {"network": "MiniLM", "seed": seed, "rate": "1e-4", "budget": BUDGET, "texts": kind}
+            yield point | {"drift": round(float(drift), 5), "standard_error": round(drift.standard_error, 5)}
+
+
 def main() -> None:
     parser = common.parser(__doc__, threads=1)
-    parser.add_argument("what", choices=["mnist", "sentences", "sketch"])
+    parser.add_argument("what", choices=["mnist", "sentences", "sketch", "probe"])
     parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
     parser.add_argument("--reviews", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -205,6 +233,7 @@ def main() -> None:
         "mnist": mnist,
         "sentences": sentences,
         "sketch": sketch,
+        "probe": probe,
     }
     for point in kinds[options.what](options):
         print(point, flush=True)

@@ -60,7 +60,7 @@ def draw(path: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     found = list(runs())
-    left.axvspan(-6, 4, ymin=0, ymax=1, color="#1f6f8b", alpha=0.05)
+    left.axvspan(-6, 4, color="#1f6f8b", alpha=0.05)
     left.axhspan(-4, 6, color="#1f6f8b", alpha=0.05)
     for what, (name, color, marker) in STYLES.items():
         own = [(new, old) for kind, old, new in found if kind == what]
@@ -71,7 +71,8 @@ def draw(path: Path) -> None:
     left.set_xlim(-28, 10)  # one run before is at +47, where plain training had learned nothing
     left.legend(fontsize=7.5, loc="lower left", frameon=False)
     measured = moments()
-    for key, name, color in (("quadratic", "before: the quadratic", "#b5453c"), ("forecast_drift", "forecast.drift", "#1f6f8b")):  # fmt: skip  # noqa: E501
+    forecasts = [("quadratic", "before: the quadratic", "#b5453c"), ("forecast_drift", "forecast.drift", "#1f6f8b")]
+    for key, name, color in forecasts:
         right.scatter([m["drift"] for m in measured], [m[key] for m in measured], s=22, color=color, label=name)
     ends = [min(m["drift"] for m in measured), max(m["drift"] for m in measured)]
     right.plot(ends, ends, color="#555555", linewidth=1)

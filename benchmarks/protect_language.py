@@ -47,6 +47,10 @@ BUDGETS = (0.01, 0.03, 0.1)
 REPLAYED = 0.05
 
 
+class EndOfTimingError(Exception):
+    """The steps have been timed."""
+
+
 class Bench:
     """The texts, and what every run is measured on."""
 
@@ -102,7 +106,7 @@ class Bench:
         ]
         times: list[list[float]] = [[], []]
         with (
-            suppress(KeyboardInterrupt),
+            suppress(EndOfTimingError),
             memory.protect(optimizers[1], examples=self.new[:, 1:].numel(), mode="repair"),
         ):
             for number in range(rounds + 2):
@@ -113,7 +117,7 @@ class Bench:
                     torch.autograd.backward(model(input_ids=rows, labels=rows).loss)
                     optimizer.step()
                     found.append(time.perf_counter() - begin)
-            raise KeyboardInterrupt  # the block is left with an error, so nothing is repaired
+            raise EndOfTimingError  # the block is left with an error, so nothing is repaired
         ratios = [b / a for a, b in list(zip(*times, strict=True))[2:]]
         found_at = {"kind": self.options.kind, "seed": self.options.seed, "what": "time of a step"}
         return found_at | {"ratio": round(statistics.median(ratios), 3), "rounds": rounds, "versions": versions("peft")}

@@ -10,8 +10,6 @@ Protection uses the lines of the README and nothing else; the settings of the ri
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,9 +18,9 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
 import common
-import limpet
 from limpet.experiments.data import images
-from rivals import Batch, parser, run_all
+from rivals import parser, run_all
+from two_tasks import Batch, TwoTasks
 
 RESULTS = common.RESULTS / "protect" / "vision.jsonl"
 RATES = {"3e-4": (3e-4, 150), "1e-3": (1e-3, 150), "3e-3": (3e-3, 150)}  # learning rate and steps
@@ -53,7 +51,7 @@ class Net(nn.Module):
         return ImageClassifierOutput(loss=loss, logits=logits)
 
 
-class Images:
+class Images(TwoTasks):
     """The network and the two tasks as batches.
 
     Args:
@@ -89,39 +87,12 @@ class Images:
         found: Tensor = model.convolutions(inputs["pixel_values"])
         return found
 
-    def fit(
-        self,
-        model: Any,
-        name: str,
-        lr: float,
-        steps: int,
-        memory: limpet.Memory | None = None,
-        *,
-        extra: Callable[[Any, Batch], Tensor] | None = None,
-        after: Callable[[int], None] = lambda step: None,
-    ) -> None:
-        """So many steps of AdamW with a linear decay; the arguments are those of repair_sentences."""
-        generator = torch.Generator().manual_seed(self.seed)
-        norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
-        for norm in norms:
-            norm.requires_grad_(not self.frozen)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0)
-        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-        order: list[int] = []
-        with nullcontext() if memory is None else memory.protect(optimizer, examples=TRAIN[name]):
-            for step in range(steps):
-                model.train()
-                for norm in norms:
-                    norm.train(not self.frozen)
-                order = order or torch.randperm(len(self.train[name]), generator=generator).tolist()
-                batch = self.train[name][order.pop()]
-                optimizer.zero_grad()
-                loss = model(**batch).loss
-                torch.autograd.backward(loss if extra is None else loss + extra(model, batch))
-                optimizer.step()
-                rate.step()
-                after(step + 1)
+    def set_mode(self, model: Any) -> None:
+        """Train everything but frozen batch norm."""
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.requires_grad_(not self.frozen).train(not self.frozen)
 
     @torch.no_grad()
     def scores(self, name: str, head: nn.Module) -> tuple[float, float]:

@@ -16,8 +16,6 @@ import argparse
 import copy
 import json
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,8 @@ from torch import Tensor, nn
 import common
 import limpet
 from common import versions
-from sentences import TASKS, Batch, texts
+from sentences import TASKS, texts
+from two_tasks import Batch, TwoTasks
 
 RESULTS = common.RESULTS / "repair" / "sentences.jsonl"
 OLD, NEW = TASKS[1], TASKS[2]
@@ -42,7 +41,7 @@ SCALES = (0.8, 0.6, 0.4, 0.2)
 TOLERANCES = (0.01, 0.02, 0.05)
 
 
-class Experiment:
+class Experiment(TwoTasks):
     """The encoder, the two tasks as batches, and the encoder that has learned the first.
 
     Args:
@@ -51,6 +50,8 @@ class Experiment:
         seed: Seed of the texts and of the training.
         old: The first task.
     """
+
+    max_norm = 1.0
 
     def __init__(self, model: str, reviews: Path, seed: int, old: str = OLD) -> None:
         self.seed = seed
@@ -73,47 +74,6 @@ class Experiment:
             )
             batches.append({**told, "labels": torch.tensor([label for _, label in some])})
         return batches
-
-    def fit(
-        self,
-        model: Any,
-        name: str,
-        lr: float,
-        steps: int,
-        memory: limpet.Memory | None = None,
-        *,
-        extra: Callable[[Any, Batch], Tensor] | None = None,
-        after: Callable[[int], None] = lambda step: None,
-        **options: Any,
-    ) -> None:
-        """So many steps of AdamW with a linear decay.
-
-        Args:
-            model: The model.
-            name: The task.
-            lr: Learning rate of the first step.
-            steps: Number of steps.
-            memory: A memory that protects during training.
-            extra: A further loss, of the model and the batch.
-            after: Called after every step, with its number.
-            **options: Options of `memory.protect`.
-        """
-        model.train()
-        generator = torch.Generator().manual_seed(self.seed)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-        order: list[int] = []
-        with nullcontext() if memory is None else memory.protect(optimizer, examples=TRAIN[name], **options):
-            for step in range(steps):
-                order = order or torch.randperm(len(self.train[name]), generator=generator).tolist()
-                batch = self.train[name][order.pop()]
-                optimizer.zero_grad()
-                loss = model(**batch).loss
-                torch.autograd.backward(loss if extra is None else loss + extra(model, batch))
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                rate.step()
-                after(step + 1)
 
     def learned(self) -> tuple[nn.Module, limpet.Memory]:
         """Learn the first task and make the memory of it; gives its head."""

@@ -23,18 +23,21 @@ from torch import Tensor, nn
 import common
 import limpet
 from common import versions
-from limpet.forgetting.drift import measured_drift
+from limpet.forgetting.drift import Drift, measured_drift
 from limpet.forgetting.probe import Probe
+from limpet.forgetting.repair import Repair
 from repair_figures import markdown, spread
+from two_tasks import Batch
 
-Batch = dict[str, Tensor]
 PROBE = 100
 REPLAYED, REPLAY_BATCH = 0.05, 4  # share of the old data that is kept, and how many of them join each batch
 DISTILLATION, L2 = 1.0, 0.1  # weight of the KL divergence; half the factor of |w - before|^2
 MOMENTS = (2, 5, 10, 20, 30, 45, 60, 100, 150)
 BUDGETS = (0.01, 0.03, 0.1)
 SCALE = 0.6
-RUNS = ("plain", "protect", "replay", "distillation", "l2-sp")
+SCALED, REPAIRED = f"plain, then times {SCALE}", "plain, then repair"
+AFTER = (SCALED, REPAIRED, *(f"budget {budget}" for budget in BUDGETS))
+RUNS = ("plain", *AFTER, "protect", "replay", "distillation", "l2-sp")
 
 
 class Rivals:
@@ -55,13 +58,12 @@ class Rivals:
         self.head = copy.deepcopy(self.model.classifier)
         self.teacher = copy.deepcopy(self.model).eval().requires_grad_(False)
         self.start = copy.deepcopy(self.model.state_dict())
+        self.plain: tuple[str, dict[str, Tensor]] | None = None  # rate and weights of the last plain training
+        self.repairs: dict[str, Repair] = {}  # the last one, by rate
         self.before = self.experiment.scores(self.old, self.head)
         self.consolidated_before = self._consolidated_loss()
         self.slope = self._slope()
-        self.test_probe = Probe(
-            [{k: v for k, v in batch.items() if k != "labels"} for batch in self.experiment.test[self.old]],
-            [limpet.Categorical().summary(self._old_test(batch), None) for batch in self.experiment.test[self.old]],
-        )
+        self.test_probe = self.probe_of(self.experiment.test[self.old])
 
     def restart(self) -> None:
         """The network after the first task, with a new head."""
@@ -88,9 +90,15 @@ class Rivals:
         return statistics.mean(found)
 
     @torch.no_grad()
-    def _old_test(self, batch: Batch) -> Tensor:
-        self.model.eval()
-        return self.old_logits(self.model, batch)
+    def probe_of(self, batches: Iterable[Batch]) -> Probe:
+        """A probe of other examples of the first task, with the outputs of the network before the second."""
+        inputs = [{name: value for name, value in batch.items() if name != "labels"} for batch in batches]
+        outputs = [self.old_logits(self.teacher, batch) for batch in inputs]
+        return Probe(inputs, [limpet.Categorical().summary(each, None) for each in outputs])
+
+    def drift_on(self, probe: Probe) -> Drift:
+        """The drift on other examples of the first task."""
+        return measured_drift(self.model, [probe], limpet.Categorical(), self.through_old_head)
 
     def _slope(self) -> dict[str, Tensor]:
         """The gradient of the mean loss on the same batches."""
@@ -154,8 +162,10 @@ class Rivals:
 
         return pulled if what == "l2-sp" else None
 
-    def run(self, what: str, rate: str) -> list[dict[str, Any]]:
-        """Train with one method, and give its points: the end, and for plain training what is done afterwards."""
+    def run(self, what: str, rate: str) -> dict[str, Any]:
+        """Train with one method, or do something after plain training, and measure the end."""
+        if what in AFTER:
+            return self._after_training(what, rate)
         self.restart()
         lr, steps = self.experiment.rates[rate]
         moments: list[dict[str, float]] = []
@@ -167,30 +177,33 @@ class Rivals:
         begin = time.perf_counter()
         memory = self.memory if what == "protect" else None
         self.experiment.fit(self.model, self.new, lr, steps, memory, extra=self.extra(what), after=after)
-        points = [self.point(what, rate, time.perf_counter() - begin, moments=moments, end=self.moment(steps))]
+        seconds = time.perf_counter() - begin
         if what == "plain":
-            tuned = copy.deepcopy(self.model.state_dict())
+            self.plain = rate, copy.deepcopy(self.model.state_dict())
+        return self.point(what, rate, seconds, moments=moments, end=self.moment(steps))
+
+    def _after_training(self, what: str, rate: str) -> dict[str, Any]:
+        """Scale or repair the update of plain training."""
+        lr, steps = self.experiment.rates[rate]
+        self.restart()
+        if self.plain is None or self.plain[0] != rate:
+            self.experiment.fit(self.model, self.new, lr, steps)
+            self.plain = rate, copy.deepcopy(self.model.state_dict())
+        self.model.load_state_dict(self.plain[1])
+        begin = time.perf_counter()
+        if what == SCALED:
             for name, value in self.model.state_dict().items():
                 if "classifier" not in name and value.is_floating_point():
                     value.copy_(self.start[name] + SCALE * (value - self.start[name]))
-            points.append(self.point(f"plain, then times {SCALE}", rate, 0.0, end=self.moment(steps)))
-            self.model.load_state_dict(tuned)
-            begin = time.perf_counter()
-            repair = limpet.repair(
-                self.model,
-                self.memory,
-                self.experiment.train[self.new],
-                limit=self.experiment.measured,
-                progress=False,
-                probe_forward=self.through_old_head,
-            )
-            points.append(self.point("plain, then repair", rate, time.perf_counter() - begin, end=self.moment(steps)))
-            for budget in BUDGETS:
-                begin = time.perf_counter()
-                repair.within_budget(budget)
-                seconds = time.perf_counter() - begin
-                points.append(self.point(f"budget {budget}", rate, seconds, end=self.moment(steps)))
-        return points
+        else:
+            if rate not in self.repairs:
+                data, measured = self.experiment.train[self.new], self.experiment.measured
+                self.repairs = {rate: limpet.repair(self.model, self.memory, data, limit=measured, progress=False)}
+            if what == REPAIRED:
+                self.repairs[rate].at(1.0)
+            else:
+                self.repairs[rate].within_budget(float(what.split()[1]))
+        return self.point(what, rate, time.perf_counter() - begin, end=self.moment(steps))
 
     def point(self, what: str, rate: str, seconds: float, **facts: Any) -> dict[str, Any]:
         """Accuracy and loss on both tasks, where the model is now."""
@@ -199,7 +212,7 @@ class Rivals:
             self.experiment.scores(self.old, self.head),
         )
         point = {"seed": self.seed, "rate": rate, "what": what, "new": new, "old": old, "before": self.before}
-        drift = measured_drift(self.model, [self.test_probe], limpet.Categorical(), self.through_old_head)
+        drift = self.drift_on(self.test_probe)
         point["drift_test"] = [round(float(drift), 5), round(drift.standard_error, 5)]
         return point | {"seconds": round(seconds, 1), **facts, "versions": versions("transformers")}
 
@@ -214,6 +227,28 @@ def table(points: list[dict[str, Any]], rate: str, columns: tuple[str, str]) -> 
             drifts = [spread((p["end"]["drift"] for p in some), 3), spread((p["drift_test"][0] for p in some), 3)]
             rows.append([what, *cells, *drifts, f"{statistics.mean(p['seconds'] for p in some):.0f}", str(len(some))])
     return markdown(["", *columns, "drift", "drift, other examples", "seconds", "seeds"], rows)
+
+
+def summary(points: list[dict[str, Any]]) -> str:
+    """How well forecasts and budgets were kept, in one sentence each."""
+    moments = [m for p in points for m in p.get("moments", ()) if m["drift"] > 0 and m["forecast_drift"]]
+    ratios = sorted(m["drift"] / m["forecast_drift"] for m in moments)
+    close = sum(1 / 2.5 <= ratio <= 2.5 for ratio in ratios) / len(ratios)
+    lines = [
+        f"Drift over forecast.drift at {len(ratios)} moments: {ratios[0]:.2g} to {ratios[-1]:.2g}, "
+        f"{statistics.median(ratios):.2g} in the median, {close:.0%} within a factor of 2.5, "
+        f"{sum(m['trusted'] for m in moments)} trusted."
+    ]
+    for budget in BUDGETS:
+        found = [p for p in points if p["what"] == f"budget {budget}"]
+        over = sorted(p["drift_test"][0] / budget for p in found)
+        if over:
+            high = sum(ratio > 1.5 for ratio in over)
+            lines.append(
+                f"Drift on other examples over the budget of {budget}: {over[0]:.2f} to {over[-1]:.2f}, "
+                f"{high} of {len(over)} above 1.5."
+            )
+    return "\n".join(lines)
 
 
 def run_all(
@@ -233,12 +268,13 @@ def run_all(
         rivals = Rivals(make(seed)) if missing else None
         for rate, what in missing:
             assert rivals is not None
-            for point in rivals.run(what, rate):
-                print({name: value for name, value in point.items() if name not in ("versions", "moments")}, flush=True)
-                common.append_record(options.out, point)
+            point = rivals.run(what, rate)
+            print({name: value for name, value in point.items() if name not in ("versions", "moments")}, flush=True)
+            common.append_record(options.out, point)
     found = common.read_records(options.out)
     for rate in rates:
         print(f"\n{rate}:\n\n{table(found, rate, columns)}")
+    print(f"\n{summary(found)}")
 
 
 def parser(description: str | None, rates: Iterable[str], out: Path) -> argparse.ArgumentParser:

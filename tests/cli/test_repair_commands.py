@@ -177,9 +177,9 @@ def test_a_budget_is_kept_on_other_samples(folder: Path, memory: Path, budget: f
     assert done.returncode == 0, done.stderr
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     base = base_of(folder)
-    assert 0.9 * budget <= kl(base, model, probe_of(memory, model)) <= 1.0001 * budget
+    assert 0.7 * budget <= kl(base, model, probe_of(memory, model)) <= budget
     fresh = causal_lm.self_samples(base, 14_000, length=8, seed=5, progress=False)
-    assert 0.75 * budget <= kl(base, model, fresh) <= 1.25 * budget
+    assert 0.7 * budget <= kl(base, model, fresh) <= 1.1 * budget
 
 
 @pytest.mark.slow

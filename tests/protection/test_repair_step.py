@@ -116,7 +116,7 @@ def test_recorded_inputs_give_the_repair_that_the_data_without_targets_give() ->
     handle = twin.register_forward_pre_hook(lambda _, args: seen.append((args[0].clone(), None)))
     train(twin, optimizer, x, y, epochs=2)
     handle.remove()
-    by_hand = limpet.repair(twin, memory, Unsized(seen), examples=N, limit=N, budget=0.03, tolerance="auto")
+    by_hand = limpet.repair(twin, memory, Unsized(seen), examples=N, limit=N, budget=0.04, tolerance="auto")
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     state, hooks = torch.get_rng_state(), dict(model._forward_pre_hooks)
@@ -152,7 +152,7 @@ def test_a_budget_is_kept_on_the_probe() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         with memory.protect(optimizer, examples=N, budget=budget) as protection:
             train(model, optimizer, x, y)
-        assert protection.mode == "repair" and 0.8 * budget < float(memory.drift()) <= budget
+        assert protection.mode == "repair" and 0.8 * budget < memory.drift().upper <= budget
 
 
 def test_an_error_in_training_leaves_the_weights_and_removes_the_hook() -> None:

@@ -23,6 +23,9 @@ from limpet.likelihoods import Likelihood
 from limpet.model import Forward, call, prepared, preserve_state, trainable
 from limpet.posterior import Posterior
 
+CONFIDENCE = 1.64
+"""Standard errors between the mean and the upper end of a one-sided 95 % confidence interval."""
+
 
 class Drift(float):
     """KL(before || now) in nats per example or predicted token: a float with a standard error.
@@ -53,6 +56,27 @@ class Drift(float):
         drift.standard_error = math.sqrt(squares * n / (n - 1)) / total if n > 1 and total else math.nan
         drift.examples, drift.blocks = n, blocks or {}
         return drift
+
+    @classmethod
+    def pooled(cls, mean: float, standard_error: float, examples: int) -> Drift:
+        """Make a drift from its mean and standard error, as of several ranks.
+
+        Args:
+            mean: The mean, in nats per example or predicted token.
+            standard_error: Standard error of the mean.
+            examples: Number of examples.
+
+        Returns:
+            The drift.
+        """
+        drift = cls([mean], [1.0])
+        drift.standard_error, drift.examples = standard_error, examples
+        return drift
+
+    @property
+    def upper(self) -> float:
+        """Upper end of the one-sided 95 % confidence interval, mean + 1.64 standard errors; the mean of one example."""
+        return float(self) if math.isnan(self.standard_error) else float(self) + CONFIDENCE * self.standard_error
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         """Support copy and pickle, which restore the attributes afterwards."""

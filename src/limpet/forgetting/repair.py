@@ -27,6 +27,7 @@ from limpet.curvature import Fisher
 from limpet.curvature.progress import Progress
 from limpet.errors import LimpetError, LimpetWarning, NotProtectedWarning, UnsupportedError, finite_number, warn
 from limpet.forgetting.displacement import Displacement, cut_to_rank, displacements, is_direct
+from limpet.forgetting.drift import Drift
 from limpet.model import Block
 from limpet.posterior import BlockPosterior, Posterior
 from limpet.posterior.summary import aligned
@@ -79,7 +80,7 @@ class Measures:
 
     forecast: Callable[[], float]
     loss: Callable[[], float] | None = None
-    drift: Callable[[], float] | None = None
+    drift: Callable[[], Drift] | None = None
 
 
 @dataclass
@@ -187,7 +188,7 @@ class Repair:
             self.scale,
             self._measures.forecast(),
             None if loss is None else loss(),
-            None if drift is None else drift(),
+            None if drift is None else float(drift()),
         )
 
     def compared(self) -> tuple[Point, Point]:
@@ -270,6 +271,9 @@ class Repair:
     ) -> Repair:
         """Move the model to the smallest strength at which the measured drift is within a budget.
 
+        The drift on a probe of few examples is uncertain, so the upper end of its confidence interval is held within
+        the budget (`Drift.upper`), and the drift itself ends below it.
+
         Args:
             budget: The allowed KL(before || now), in nats per example or token.
             scale: Multiplier of the update.
@@ -285,13 +289,17 @@ class Repair:
                 the budget. In the latter case the model has its tuned weights.
             ValueError: If `budget` or `tolerance` is negative or not finite.
         """
-        drift = self._measures.drift
-        if drift is None:
+        measure = self._measures.drift
+        if measure is None:
             raise LimpetError(
                 "budget= needs a probe to measure drift on, and this memory has no probe: consolidate with "
                 "probe=100, or use strength="
             )
         budget = finite_number("budget", budget)
+
+        def drift() -> float:
+            return measure().upper
+
         self.undo()
         if drift() <= budget:
             return self
@@ -314,9 +322,9 @@ class Repair:
             return self
         self.undo()
         raise LimpetError(
-            f"no strength brings the drift within {budget:g} nats: at strength {enough:g} it is still {found:.4g}. The "
-            "remaining drift comes from parameters that the memory does not cover (memory.report() lists them): "
-            "restore those, or pass a larger budget="
+            f"no strength brings the drift within {budget:g} nats: at strength {enough:g} it may still be {found:.4g} "
+            "(1.64 standard errors included). The remaining drift comes from parameters that the memory does not cover "
+            "(memory.report() lists them): restore those, or pass a larger budget="
         )
 
     def _limit(

@@ -55,9 +55,10 @@ def repair(
         tolerance: Instead of `strength`: use the largest strength at which the loss on a held-out part of the batches
             increases by at most this many nats per example. "auto": 0.05, but at most a tenth of what the update has
             reduced that loss by.
-        budget: Instead of `strength`: use the smallest strength at which the measured drift is at most this many nats
-            per example. Requires a memory with a probe. With a `tolerance` as well, the drift is reduced to the budget
-            or as far as the tolerance allows; "auto" is then 0.3, but at most half of what was learned.
+        budget: Instead of `strength`: use the smallest strength at which the measured drift and 1.64 standard errors
+            (`Drift.upper`) are at most this many nats per example. Requires a memory with a probe. With a `tolerance`
+            as well, the drift is reduced to the budget or as far as the tolerance allows; "auto" is then 0.3, but at
+            most half of what was learned.
         rank: Truncate adapters to this rank if it is lower than their own.
         examples: Number of examples in the new data, if `batches` contains only some of them.
         limit: Use at most this many examples to measure the curvature.

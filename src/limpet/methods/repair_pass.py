@@ -15,6 +15,7 @@ from limpet.curvature import Fisher, FisherPass
 from limpet.distributed import ReplicatedBatches, current, together
 from limpet.errors import CurvatureError, LimpetError, finite_number, positive_whole
 from limpet.forgetting.displacement import displacements
+from limpet.forgetting.drift import Drift
 from limpet.forgetting.loss_probe import LossProbe
 from limpet.forgetting.repair import Measures, Repair, RepairMark, solve
 from limpet.likelihoods import Likelihood, resolve
@@ -25,7 +26,6 @@ from limpet.posterior import Posterior
 
 if TYPE_CHECKING:
     from limpet.curvature.batch_step import StepOptions
-    from limpet.forgetting.drift import Drift
     from limpet.forgetting.probe import Probe
 
 HELD_OUT = 5
@@ -146,12 +146,13 @@ def _measures(memory: Repairable, held_out: list[Any], fisher: Fisher, options: 
         with preserve_state(memory.model):
             return fisher.loss_scale * look.loss({})
 
-    def drift() -> float:
+    def drift() -> Drift:
         found, ranks = memory.drift(forward=options.probe_forward), current()
         if ranks is None:
-            return float(found)
-        total, examples = ranks.numbers(float(found) * found.examples, found.examples)  # every rank has its own probe
-        return total / examples
+            return found
+        n = found.examples  # every rank has its own probe
+        total, squares, examples = ranks.numbers(float(found) * n, (found.standard_error * n) ** 2, n)
+        return Drift.pooled(total / examples, math.sqrt(squares) / examples, int(examples))
 
     if not math.isfinite(loss()):  # before any weight moves, so that sampled targets come from the tuned model
         raise LimpetError("the loss on the new data is not finite: check the data for inf, nan or missing targets")
