@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 import limpet
-from limpet.io import tensor_file
 
 DATA = Path(__file__).parent / "data"
 STRUCTURES = ["diagonal", "kronecker", "kronecker-sum", "dense"]
@@ -64,11 +63,11 @@ def task(number: int) -> list[tuple[Tensor, Tensor]]:
     return [(tokens, (1.5 + 1.5 * sines(number + 0.5, 12)).long().clamp(0, 2))]
 
 
-def laplace(method: str, structure: str, max_factor_size: int = 5) -> limpet.Memory:
+def laplace(method: str, structure: str, max_factor_size: int = 5, **options: Any) -> limpet.Memory:
     """Two tasks, of different strengths, so that the sums with and without them differ."""
     model = Net()
     memory = METHODS[method](
-        model, structure=structure, strength=20.0, prior_precision=0.1, max_factor_size=max_factor_size
+        model, structure=structure, strength=20.0, prior_precision=0.1, max_factor_size=max_factor_size, **options
     )
     for number in range(2):
         earlier = {"earlier": [task(0)]} if number and method == "approximate-laplace" else {}
@@ -122,6 +121,26 @@ MADE |= {
 }
 
 
+MADE_2: dict[str, Callable[[], limpet.Memory]] = {
+    f"{method}-rank-2{'' if dtype is None else '-' + dtype}": lambda method=method, dtype=dtype: laplace(  # type: ignore[misc]
+        method, "kronecker", rank=2, storage_dtype=dtype
+    )
+    for method in METHODS
+    for dtype in (None, "float16", "int8")
+}
+
+
+def one_task() -> limpet.Memory:
+    """A memory of one task whose eigenvalues are a product, and which names the weights."""
+    memory = limpet.OnlineLaplace(Net(), strength=20.0, prior_precision=0.1, prior_mean="initial", rank=2)
+    memory.consolidate(task(0), progress=False)
+    return memory
+
+
+MADE_2 |= {"online-laplace-rank-2-one-task": one_task, "online-laplace-rank-2-base": one_task}
+VERSIONS = {1: MADE, 2: MADE_2}
+
+
 def says(path: Path) -> dict[str, Any]:
     """What a file says when it is loaded into a model at stated weights."""
     model = Net()
@@ -156,24 +175,25 @@ def go_on(path: Path) -> int:
     return memory.tasks if torch.isfinite(memory.penalty()) else -1
 
 
-def folder(version: int = tensor_file.VERSION) -> Path:
+def folder(version: int) -> Path:
     """Where the files of a format are."""
     return DATA / f"format-{version}"
 
 
 def write() -> None:
     """Make what is not there yet."""
-    folder().mkdir(parents=True, exist_ok=True)
-    page = folder() / "expected.json"
-    expected = json.loads(page.read_text()) if page.exists() else {}
-    for name, make in MADE.items():
-        path = folder() / f"{name}.safetensors"
-        if path.exists():
-            continue
-        make().save(path)
-        expected[name] = says(path)
-        print(f"{path.name}: {path.stat().st_size:,} bytes, penalty {expected[name]['penalty']:.4f}")
-    page.write_text(json.dumps(expected, indent=1) + "\n")
+    for version, made in VERSIONS.items():
+        folder(version).mkdir(parents=True, exist_ok=True)
+        page = folder(version) / "expected.json"
+        expected = json.loads(page.read_text()) if page.exists() else {}
+        for name, make in made.items():
+            path = folder(version) / f"{name}.safetensors"
+            if path.exists():
+                continue
+            make().save(path, **({"base": "owner/model"} if name.endswith("-base") else {}))
+            expected[name] = says(path)
+            print(f"{path.name}: {path.stat().st_size:,} bytes, penalty {expected[name]['penalty']:.4f}")
+        page.write_text(json.dumps(expected, indent=1) + "\n")
 
 
 if __name__ == "__main__":

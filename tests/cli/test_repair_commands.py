@@ -169,6 +169,26 @@ def test_the_command_repairs_what_a_person_would_and_writes_what_it_read(
 
 
 @pytest.mark.slow
+def test_a_compressed_memory_repairs_a_full_checkpoint(folder: Path, memory: Path, tmp_path: Path) -> None:
+    base, small = ["--model", str(folder / "base")], tmp_path / "small.safetensors"
+    done = command("compress", str(memory), *base, "--energy", "0.95", "--storage-dtype", "int8", "-o", str(small))
+    assert done.returncode == 0, done.stderr
+    assert "blocks of ranks" in done.stdout and small.stat().st_size < 0.7 * memory.stat().st_size
+    tuned, new = ["--tuned", str(folder / "checkpoint")], ["--data", str(folder / "new.txt")]
+    drifts = []
+    for number, path in enumerate((memory, small)):
+        words = ["--length", "8", "--tokens", "320", "--strength", "1", "-o", str(tmp_path / str(number))]
+        done = command("repair", *base, *tuned, *new, "--memory", str(path), *words)
+        assert done.returncode == 0, done.stderr
+        shown = next(line for line in done.stdout.splitlines() if line.startswith("drift"))
+        drifts.append([float(word) for word in shown.replace(",", "").split() if word[0].isdigit()])
+    (before, whole), (_, truncated) = drifts
+    assert truncated - whole < 0.1 * (before - whole)
+    contradiction = command("compress", str(memory), *base, "--rank", "2", "--energy", "0.5", "-o", str(small))
+    assert contradiction.returncode == 2 and "pass one of rank=" in contradiction.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [0.2, 0.1, 0.05])
 def test_a_budget_is_kept_on_other_samples(folder: Path, memory: Path, budget: float, tmp_path: Path) -> None:
     words = ["repair", "--model", str(folder / "base"), "--tuned", str(folder / "checkpoint"), "--memory", str(memory)]

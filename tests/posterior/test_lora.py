@@ -73,10 +73,14 @@ def merged(wrapped: Any) -> nn.Module:
     return model.requires_grad_(True)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(
+    ("structure", "options"), [*((name, {}) for name in STRUCTURES), ("kronecker", {"rank": 2})], ids=str
+)
 @pytest.mark.parametrize("rank_stabilised", [False, True])
-def test_the_penalty_and_its_gradients_are_those_of_the_whole_weight(structure: str, rank_stabilised: bool) -> None:
-    model, memory, _, _ = memory_of(structure, strength=2.0)
+def test_the_penalty_and_its_gradients_are_those_of_the_whole_weight(
+    structure: str, options: dict[str, Any], rank_stabilised: bool
+) -> None:
+    model, memory, _, _ = memory_of(structure, strength=2.0, **options)
     plain = copy.deepcopy(memory.state_dict())
     wrapped = adapted(model, use_rslora=rank_stabilised, lora_dropout=0.5)
     whole = merged(wrapped)
@@ -109,11 +113,13 @@ def test_the_penalty_and_its_gradients_are_those_of_the_whole_weight(structure: 
     assert seen == len(LAYERS)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(
+    ("structure", "options"), [*((name, {}) for name in STRUCTURES), ("kronecker", {"rank": 2})], ids=str
+)
 @pytest.mark.parametrize("method", [limpet.OnlineLaplace, limpet.PerTaskLaplace])
-def test_protected_steps_add_the_gradient_of_the_penalty(structure: str, method: Any) -> None:
+def test_protected_steps_add_the_gradient_of_the_penalty(structure: str, options: dict[str, Any], method: Any) -> None:
     model, x, y = made()
-    memory = method(model, structure=structure)
+    memory = method(model, structure=structure, **options)
     for data in ((x, y), (x.flip(0), y)):
         memory.consolidate([data], progress=False)
     wrapped = adapted(model)

@@ -14,7 +14,7 @@ import limpet
 import networks
 from limpet.errors import UnsupportedError
 from limpet.precision import Kronecker
-from limpet.precision.kronecker import Basis
+from limpet.precision.basis import Basis
 
 
 def memories(network: str = "transformer", **options: Any) -> tuple[limpet.OnlineLaplace, limpet.OnlineLaplace]:
@@ -99,7 +99,7 @@ def test_what_lies_at_rest_is_kept_so(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="orthonormal"):
         again.protect(torch.optim.SGD(again.model.parameters(), lr=0.1), examples=6, budget=0.1)
     with pytest.raises(ValueError, match="storage_dtype must be one of bfloat16"):
-        limpet.OnlineLaplace(resting.model, storage_dtype="int8")
+        limpet.OnlineLaplace(resting.model, storage_dtype="int4")
 
 
 def test_offloaded_bases_come_once_a_step_and_are_not_kept_twice(monkeypatch: pytest.MonkeyPatch) -> None:

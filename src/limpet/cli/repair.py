@@ -1,7 +1,8 @@
-"""Commands for fine-tuned language models: `limpet repair` and `limpet drift`."""
+"""Commands for language models: `limpet repair`, `limpet drift` and `limpet compress`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,7 +95,7 @@ def repair_command(
         raise LimpetError("-o is the folder of an input model: choose another output folder")
     network = checkpoints.read_tuned(model, tuned, dtype, device)
     tokenizer = checkpoints.read_tokenizer(str(tuned), model)
-    own = _loaded(memory, network, revision, sha256)
+    own = _loaded(memory, network, revision, sha256, lambda: checkpoints.read_base(model, dtype, device))
     rows = causal_lm.pack_tokens(tokenizer, data, tokens=tokens, length=length)
     batches = [{"input_ids": part} for part in torch.split(rows, batch_size)]
     total = max(causal_lm.count_tokens(tokenizer, data), rows[:, 1:].numel())
@@ -151,7 +152,7 @@ def drift_command(
     """
     _, checkpoints = _ready(dtype)
     network = checkpoints.read_tuned(model, tuned, dtype, device)
-    own = _loaded(memory, network, revision, sha256)
+    own = _loaded(memory, network, revision, sha256, lambda: checkpoints.read_base(model, dtype, device))
     before = checkpoints.read_base(model, dtype, device)
     found = own.drift(reference=before, blocks=layers > 0)
     console.print(
@@ -166,12 +167,61 @@ def drift_command(
         raise typer.Exit(1)
 
 
-def _loaded(memory: str, network: Any, revision: str | None, sha256: str | None) -> Any:
+@app.command("compress")
+def compress_command(
+    memory: Annotated[str, typer.Argument(help="Memory to compress: a file, or hub://user/model.")],
+    model: Base,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output path of the smaller memory file.")],
+    rank: Annotated[int | None, typer.Option(min=1, help="Number of eigenvectors to keep of every factor.")] = None,
+    energy: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Part of the trace of every factor to keep, e.g. 0.99.")
+    ] = None,
+    max_bytes: Annotated[str | None, typer.Option(help="Size of the curvature, e.g. 60MB.")] = None,
+    storage_dtype: Annotated[
+        str, typer.Option(help="How eigenvectors are stored: float32, float16, bfloat16 or int8.")
+    ] = "float16",
+    with_weights: Annotated[
+        bool,
+        typer.Option(help="Store the weights of the model too. By default the file names the model and its checksums."),
+    ] = False,
+    revision: Revision = None,
+    sha256: Sha256 = None,
+    dtype: Dtype = "float32",
+    device: Device = None,
+) -> None:
+    """Make a small memory file of a large one: truncated Kronecker factors, and no copy of the published weights.
+
+    Examples:
+    limpet compress memory.safetensors --model HuggingFaceTB/SmolLM2-135M-Instruct --rank 128 -o small.safetensors
+    """
+    _, checkpoints = _ready(dtype)
+    network = checkpoints.read_base(model, dtype, device)
+    own = _loaded(memory, network, revision, sha256)
+    try:
+        ranks = own.compress(
+            rank=rank,
+            energy=energy,
+            max_bytes=max_bytes,
+            storage_dtype=None if storage_dtype == "float32" else storage_dtype,
+        )
+    except ValueError as error:
+        raise LimpetError(str(error)) from error
+    own.save(out, base=None if with_weights else model)
+    chosen = sorted({each for pair in ranks.values() for each in pair})
+    console.print(
+        f"{out}: {out.stat().st_size / 1e6:.1f} MB, {len(ranks)} blocks of ranks {chosen[0]} to {chosen[-1]}",
+        highlight=False,
+    )
+
+
+def _loaded(
+    memory: str, network: Any, revision: str | None, sha256: str | None, base: Callable[[], Any] | None = None
+) -> Any:
     """Load a memory; options that do not fit are reported like other errors."""
     import limpet
 
     try:
-        found = limpet.load(memory, network, revision=revision, sha256=sha256)
+        found = limpet.load(memory, network, revision=revision, sha256=sha256, base=base)
     except ValueError as error:
         raise LimpetError(str(error)) from error
     if not isinstance(found, limpet.Memory):

@@ -34,11 +34,13 @@ class Structure:
         name: "kronecker", "kronecker-sum", "diagonal" or "dense".
         max_factor_size: Largest side that gets a full factor; longer ones are split into diagonal blocks.
         rest: How eigenbases are stored while they are not in use.
+        rank: Number of eigenvectors to keep of each full factor. None keeps all of them.
     """
 
     name: str
     max_factor_size: int
     rest: Storage = AS_USED
+    rank: int | None = None
 
     def of(self, block: Block) -> str:
         """The structure of this block: the requested one, or "diagonal" if the block has no Kronecker factors."""
@@ -76,11 +78,16 @@ class Structure:
             return weights + weights ** (2 if name == "dense" else 1)
         sides = self.sides(block)
         *groups, out, in_ = block.shape
-        squares = 0
+        vectors, values = 0, 1
         for side, length in (("inputs", in_), ("outputs", out)):
-            if not sides[f"{side}_diagonal"]:
-                squares += sum(size**2 for size in sides[f"{side}_sizes"] or (length,))
-        return 2 * weights + math.prod(groups) * (out + in_ + squares)
+            sizes = sides[f"{side}_sizes"] or (length,)
+            kept = self.rank if self.rank is not None and len(sizes) == 1 and self.rank < length - 1 else None
+            if sides[f"{side}_diagonal"]:
+                kept = None
+            else:
+                vectors += sum(size * (kept or size) for size in sizes)
+            values *= length if kept is None else kept + 1
+        return weights + math.prod(groups) * (values + out + in_ + vectors)
 
     def accumulator(self, block: Block, like: Tensor) -> Accumulator:
         """Create the accumulator for this block, on the device of `like`."""

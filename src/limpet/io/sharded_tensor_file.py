@@ -22,7 +22,12 @@ UNKNOWN = "0" * 64
 
 
 def write(
-    path: str | Path, format_name: str, description: Mapping[str, Any], tensors: Mapping[str, Tensor], ranks: Ranks
+    path: str | Path,
+    format_name: str,
+    description: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    ranks: Ranks,
+    version: int = tensor_file.VERSIONS[0],
 ) -> None:
     """Write a file to which every rank contributes tensors. Collective and atomic.
 
@@ -32,6 +37,7 @@ def write(
         description: JSON-serializable metadata, the same on all ranks.
         tensors: The tensors of this rank, by names that are unique across ranks.
         ranks: The process group.
+        version: The format version stated in the header.
 
     Raises:
         RankError: If the folder does not exist, or the operating system of a rank reports an error, such as a full
@@ -42,7 +48,7 @@ def write(
     entries = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     told = ranks.gather((entries, atomic.temporary_name(Path(os.path.realpath(path)))))
     all_entries = {name: entry for some, _ in told for name, entry in some.items()}
-    header, starts = tensor_file.layout(all_entries, tensor_file.header(format_name, described, UNKNOWN))
+    header, starts = tensor_file.layout(all_entries, tensor_file.header(format_name, described, UNKNOWN, version))
     size = len(header) + sum(dtype.itemsize * shape.numel() for dtype, shape in all_entries.values())
     temporary_name = told[0][1]  # all ranks write to the file that rank 0 creates and keeps locked
     pending: list[atomic.PendingFile] = []

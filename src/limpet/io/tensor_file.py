@@ -24,7 +24,8 @@ from limpet.errors import MemoryFileError, UnsupportedError
 from limpet.io.atomic import atomic_write
 from limpet.io.state import update_digest
 
-VERSION = 1
+VERSIONS = (1, 2)
+"""Format versions that are read. A file is written in the oldest that has what it needs."""
 HEADER_LIMIT = 100_000_000
 DTYPES = {
     torch.bool: "BOOL",
@@ -46,7 +47,13 @@ DTYPES = {
 """The dtypes of safetensors, in the order of their alignment: the last ones come first in a file."""
 
 
-def write(path: str | Path, format_name: str, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write(
+    path: str | Path,
+    format_name: str,
+    description: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    version: int = VERSIONS[0],
+) -> None:
     """Write a file atomically: it appears complete or not at all (`limpet.io.atomic`).
 
     Args:
@@ -54,6 +61,7 @@ def write(path: str | Path, format_name: str, description: Mapping[str, Any], te
         format_name: The format stated in the header.
         description: JSON-serializable metadata.
         tensors: The tensors, by name.
+        version: The format version stated in the header.
 
     Raises:
         FileNotFoundError: If the folder does not exist.
@@ -63,7 +71,7 @@ def write(path: str | Path, format_name: str, description: Mapping[str, Any], te
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     described = json.dumps(description, allow_nan=False)
     entries = {name: (tensor.dtype, tensor.shape) for name, tensor in kept.items()}
-    start, offsets = layout(entries, header(format_name, described, checksum(described, kept)))
+    start, offsets = layout(entries, header(format_name, described, checksum(described, kept), version))
     size = len(start) + sum(tensor.nbytes for tensor in kept.values())
     with atomic_write(path, size=size) as temporary, temporary.open("r+b") as file:
         file.write(start)
@@ -109,18 +117,19 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def header(format_name: str, described: str, digest: str) -> dict[str, str]:
+def header(format_name: str, described: str, digest: str, version: int = VERSIONS[0]) -> dict[str, str]:
     """Build the header metadata of a file.
 
     Args:
         format_name: The format of the file.
         described: The description of the content, as JSON.
         digest: The checksum.
+        version: The format version.
 
     Returns:
         The metadata.
     """
-    return {"format": format_name, "limpet": described, "sha256": digest, "version": str(VERSION)}
+    return {"format": format_name, "limpet": described, "sha256": digest, "version": str(version)}
 
 
 class Tensors(Mapping[str, Tensor]):
@@ -242,10 +251,10 @@ def _check_header_size(path: Path) -> None:
 def _check_metadata(metadata: Mapping[str, str], format_name: str) -> None:
     if metadata.get("format") != format_name:
         raise MemoryFileError(f"the file is a safetensors file, but not a {format_name}")
-    if metadata.get("version") != str(VERSION):
+    if metadata.get("version") not in [str(version) for version in VERSIONS]:
         raise MemoryFileError(
-            f"the file has format version {metadata.get('version')!r}, but this version of limpet reads version "
-            f"{VERSION}: install the version of limpet that wrote the file, or a newer one"
+            f"the file has format version {metadata.get('version')!r}, but this version of limpet reads versions "
+            f"{' and '.join(map(str, VERSIONS))}: install the version of limpet that wrote the file, or a newer one"
         )
     if not {"limpet", "sha256"} <= metadata.keys():
         raise MemoryFileError("the header is incomplete: the file is corrupted")

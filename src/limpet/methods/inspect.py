@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from limpet.curvature.privacy import Privacy
+from limpet.errors import finite_number
 from limpet.forgetting.loss_curve import TaskHistory
 from limpet.io import tensor_file
 from limpet.methods import state_dict
@@ -123,7 +124,11 @@ def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], examples: in
     precision.check()
     spectrum = precision.spectrum()
     total, fisher = widened(spectrum.total), widened(spectrum.fisher)
-    square = float(widened(own["mean"]).square().mean())
+    square = (
+        finite_number("mean_square", entry["mean_square"])
+        if "base" in entry
+        else float(widened(own["mean"]).square().mean())
+    )
     decided = (total / (total + spectrum.prior)).nan_to_num(0).mean()
     return BlockInspection(
         name=entry["name"],

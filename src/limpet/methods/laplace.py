@@ -114,6 +114,9 @@ class Laplace(Memory):
             "bfloat16", at half the memory. They are converted when their block is used. By default they are stored in
             the data type they are used in. Formerly `at_rest`.
         offload: Store the eigenbases in host memory. They are moved to the device when their block is used.
+        rank: Number of eigenvectors to keep of each Kronecker factor; the other eigenvalues are replaced by their mean.
+            Besides its mean, a layer then takes rank (in + out) + 3 rank^2 numbers instead of in^2 + out^2 + in out. By
+            default all are kept.
 
     Raises:
         TypeError: If `model` is not a `torch.nn.Module`.
@@ -141,6 +144,7 @@ class Laplace(Memory):
         max_factor_size: int = MAX_FACTOR_SIZE,
         storage_dtype: str | None = None,
         offload: bool = False,
+        rank: int | None = None,
     ) -> None:
         if fisher not in FISHERS:
             raise ValueError(f"fisher must be one of {', '.join(FISHERS)}, not {fisher!r}")
@@ -158,6 +162,7 @@ class Laplace(Memory):
             max_factor_size=max_factor_size,
             storage_dtype=storage_dtype,
             offload=offload,
+            rank=rank,
         )
 
     def consolidate(
@@ -238,6 +243,55 @@ class Laplace(Memory):
             return super().forecast()
         with together("forecast", current(), runs_model=self.sharded):
             return fresh_forecast(self.posterior, self._pass(forward, None), batches)
+
+    def compress(
+        self,
+        *,
+        rank: int | None = None,
+        energy: float | None = None,
+        bytes_per_weight: float | None = None,
+        max_bytes: float | str | None = None,
+        storage_dtype: str | None = "float16",
+    ) -> dict[str, tuple[int, int]]:
+        """Make the memory smaller: keep the largest eigenvalues of every Kronecker factor, and the mean of the others.
+
+        Pass one of the first four arguments. What is removed cannot be restored. Factors that are block-diagonal
+        (longer than `max_factor_size`) keep all their eigenvectors.
+
+        Args:
+            rank: Number of eigenvectors to keep of every factor.
+            energy: Keep as many eigenvectors of each factor as hold this part of its trace, such as 0.99.
+            bytes_per_weight: Keep the largest part of the trace, the same for all factors, that takes at most this many
+                bytes per weight in a file, besides the mean.
+            max_bytes: The same with a number of bytes in all, or a text such as "4GB".
+            storage_dtype: How eigenvectors are stored: "float16", "bfloat16", "int8", or None for the dtype of use.
+
+        Returns:
+            The ranks of the input and the output factor of every block.
+
+        Raises:
+            UnsupportedError: If the structure is not "kronecker".
+            LimpetError: If the memory has no task yet, or the target is too small for one eigenvector per factor.
+
+        Examples:
+            >>> import limpet
+            >>> import torch
+            >>> _ = torch.manual_seed(0)
+            >>> model = torch.nn.Linear(200, 50)
+            >>> memory = limpet.OnlineLaplace(model)
+            >>> memory.consolidate([(torch.randn(400, 200), torch.randint(0, 50, (400,)))])
+            >>> before = memory.nbytes
+            >>> memory.compress(rank=8)
+            {'model': (8, 8)}
+            >>> memory.nbytes < before / 4
+            True
+        """
+        from limpet.methods.compress import Target, compress
+
+        self._reject_inside_protect()
+        target = Target(rank, energy, bytes_per_weight, max_bytes, storage_dtype)
+        self._reject_sharded("compress")
+        return compress(self.posterior, target)
 
     @staticmethod
     def _checkpoint(path: str | Path | None) -> Checkpoint | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ def load(
     likelihood: Likelihood | None = None,
     revision: str | None = None,
     sha256: str | None = None,
+    base: nn.Module | Callable[[], nn.Module] | None = None,
 ) -> Memory | OutputMemory:
     """Load a memory that `memory.save` wrote.
 
@@ -49,6 +51,8 @@ def load(
         revision: The branch, tag or commit on the Hub. Defaults to the main branch.
         sha256: The SHA-256 of the file, as `limpet inspect` prints it. Any other file is rejected before its content is
             used.
+        base: The published model, or a function that loads it, if `model` was fine-tuned from it and the file names its
+            weights instead of containing them (`memory.save(base=)`). A function is called only in that case.
 
     Returns:
         A memory of the same method, with the same settings.
@@ -71,6 +75,8 @@ def load(
         >>> again
         <OnlineLaplace structure='kronecker' strength=1 tasks=1 examples=20 bytes=168>
     """
+    from limpet.methods.base_weights import names_its_base
+
     if sha256 is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
         raise ValueError(f"sha256 must consist of 64 hexadecimal digits, not {sha256!r}")
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
@@ -79,6 +85,10 @@ def load(
             state = _read(path, revision, sha256)
         except OSError as error:
             raise MemoryFileError(f"{path} cannot be read: {error.strerror}") from error
+        if base is not None and names_its_base(state):
+            published = restored(state, base if isinstance(base, nn.Module) else base(), likelihood)
+            assert isinstance(published, Memory)
+            state = published._state()
         memory = restored(state, model, likelihood)
         if isinstance(memory, Memory):
             _warn_if_unrelated(memory)

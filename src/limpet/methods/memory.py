@@ -32,7 +32,7 @@ from limpet.methods.checks import check_model, excluded_names, say_what_is_not_p
 from limpet.model import Block, Forward, discover, plain, unwrapped
 from limpet.posterior import PRIOR_MEANS, Posterior
 from limpet.posterior.sharding import reject_sharded
-from limpet.precision import STRUCTURES
+from limpet.precision import STRUCTURES, Kronecker
 from limpet.precision.storage import Storage
 
 if TYPE_CHECKING:  # imported lazily at run time, to keep `import limpet` fast
@@ -79,6 +79,7 @@ class Memory(ABC):
         max_factor_size: Largest Kronecker factor that is stored as one matrix.
         storage_dtype: Data type in which eigenbases are stored. By default the one they are used in.
         offload: Store eigenbases in host memory.
+        rank: Number of eigenvectors to keep of each Kronecker factor.
 
     Attributes:
         model: The protected model, unwrapped.
@@ -109,14 +110,20 @@ class Memory(ABC):
         max_factor_size: int,
         storage_dtype: str | None = None,
         offload: bool = False,
+        rank: int | None = None,
     ) -> None:
         if structure not in STRUCTURES:
             raise ValueError(f"structure must be one of {', '.join(STRUCTURES)}, not {structure!r}")
+        if rank is not None and structure != "kronecker":
+            raise ValueError(f"rank= truncates Kronecker factors: use structure='kronecker', not {structure!r}")
         if prior_mean not in PRIOR_MEANS:
             raise ValueError(f"prior_mean must be one of {', '.join(PRIOR_MEANS)}, not {prior_mean!r}")
         prior_precision = limited_number("prior_precision", prior_precision)
         settings = Structure(
-            structure, positive_whole("max_factor_size", max_factor_size), Storage(storage_dtype, offload)
+            structure,
+            positive_whole("max_factor_size", max_factor_size),
+            Storage(storage_dtype, offload),
+            None if rank is None else positive_whole("rank", rank),
         )
         check_model(model)
         self.model = unwrapped(model)
@@ -346,9 +353,11 @@ class Memory(ABC):
                 "budget= needs forecasts in nats and a closed-form proximal step: use a Laplace method with "
                 "structure='kronecker', 'diagonal' or 'dense'"
             )
-        if self.posterior.structure.rest.dtype is not None:
+        precisions = [held.precision for held in self.posterior.held.values()]
+        if any(isinstance(precision, Kronecker) and precision.rounded for precision in precisions):
             raise UnsupportedError(
-                "budget= needs orthonormal eigenbases, but storage_dtype= rounds them: omit storage_dtype="
+                "budget= needs orthonormal eigenbases, but storage_dtype= rounds complete ones: omit storage_dtype=, "
+                "or truncate them with rank="
             )
         return Budget(self.history, float(budget))
 
@@ -735,7 +744,8 @@ class Memory(ABC):
                 max_factor_size = positive_whole("max_side", settings.whole("max_side"))
                 self._direct, self.exclude = state_dict.direct_parameters(content), tuple(settings.names("exclude"))
                 rest = Storage.of(content.metadata["settings"])
-                self.posterior.structure = Structure(structure, max_factor_size, rest)
+                rank = None if settings.number("rank", 0) == 0 else positive_whole("rank", settings.whole("rank"))
+                self.posterior.structure = Structure(structure, max_factor_size, rest, rank)
                 attributes = self._read_settings(settings)
                 prior_precision = limited_number("prior_precision", settings.number("prior_precision"))
                 prior_mean = settings.choice("prior_mean", PRIOR_MEANS)
@@ -755,18 +765,28 @@ class Memory(ABC):
         self.posterior.prior_precision, self.posterior.prior_mean = prior_precision, prior_mean
         self._proximal_state = self._resume = proximal
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, base: str | None = None) -> None:
         """Save the memory to a file: safetensors with a versioned header, no pickle.
 
         If the memory is sharded, all ranks write their blocks to the same file, which must be on a shared file system.
 
         Args:
             path: Path of the file. `limpet.load` reads it.
-        """
-        from limpet.methods import state_dict
+            base: Name of the published model that the mean of the memory is, such as "owner/model@revision". The file
+                then has the SHA-256 of every weight instead of the mean, and can be loaded into that model only.
 
+        Raises:
+            LimpetError: If `base` is given, but the mean is not the current weights of the model.
+            UnsupportedError: If `base` is given for a sharded memory.
+        """
+        from limpet.methods import base_weights, state_dict
+
+        if base is not None:
+            self._reject_sharded("save(base=)")
         with sharing(self.posterior, "save"):
             state, sharding = self._state(), self.posterior.sharding
+            if base is not None:
+                state = base_weights.without_means(state, self.posterior, base)
             if sharding is None:
                 state_dict.write(path, state)
             else:
@@ -784,6 +804,7 @@ class Memory(ABC):
             "likelihood": self.likelihood.describe(),
             "max_side": self.posterior.structure.max_factor_size,
             **self.posterior.structure.rest.metadata(),
+            **({} if self.posterior.structure.rank is None else {"rank": self.posterior.structure.rank}),
             "exclude": list(self.exclude),
             "examples": self.examples,
             "tasks": self.tasks,

@@ -21,6 +21,7 @@ from limpet.errors import LimpetError, MemoryFileError, finite_number, positive_
 from limpet.forgetting.probe import Probe
 from limpet.io import sharded_tensor_file, tensor_file
 from limpet.io.state import State, unsealed
+from limpet.methods.base_weights import mean_from_model
 from limpet.methods.limits import check_block, check_proximal, finite
 from limpet.model import PER_SAMPLE, Block
 from limpet.posterior import BlockPosterior, Posterior
@@ -31,7 +32,7 @@ from limpet.version import __version__
 FORMAT = "limpet memory"
 PROBE = "probe/"
 """Prefix of the names of a probe's tensors."""
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8)
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ def restore(
                     "but the model uses them differently: load it into a model with the original architecture"
                 )
             if block in kept:
-                held[block.name] = _restore_block(entry, block, tensors, posterior)
+                held[block.name] = _restore_block(entry, block, tensors, posterior, metadata["settings"].get("base"))
             else:
                 tensors.leave(f"{entry['name']}/")
         proximal = _restore_proximal(metadata["proximal"], tensors, posterior)
@@ -323,7 +324,9 @@ class Untaken:
         self._names.difference_update(self.under(prefix))
 
 
-def _restore_block(entry: Mapping[str, Any], block: Block, tensors: Untaken, posterior: Posterior) -> BlockPosterior:
+def _restore_block(
+    entry: Mapping[str, Any], block: Block, tensors: Untaken, posterior: Posterior, base: object
+) -> BlockPosterior:
     weight = posterior.parameters()[block.parameters[0]]
     dtype = torch.promote_types(weight.dtype, torch.float32)
     prefix = f"{entry['name']}/"
@@ -335,7 +338,7 @@ def _restore_block(entry: Mapping[str, Any], block: Block, tensors: Untaken, pos
         return finite(f"{prefix}{key}", tensor.to(weight.device, dtype))  # after the conversion, which may overflow
 
     tensors.expect(*(prefix + key for key in entry.get("tensors", ())))  # files from before 0.1 do not list them
-    mean = take("mean")
+    mean = take("mean") if "base" not in entry else mean_from_model(block, entry["base"], posterior.parameters(), base)
     linear_term = take("slope") if tensors.under(f"{prefix}slope") else None
     for name, tensor in (("mean", mean), ("slope", linear_term)):
         if tensor is not None and tensor.shape != block.shape:
@@ -399,6 +402,13 @@ def _described(state: State) -> dict[str, Any]:
     return {name: value for name, value in metadata.items() if name not in ("checksums", "sha256")}
 
 
+def _version(described: Mapping[str, Any]) -> int:
+    """The format version: 2 if factors are truncated or means are not stored, which version 1 does not have."""
+    blocks = described.get("blocks", ())
+    new = any("base" in block or any(key.endswith("_rank") for key in block["precision"]) for block in blocks)
+    return 2 if new else 1
+
+
 def write(path: str | Path, state: State) -> None:
     """Write a state to a file, atomically.
 
@@ -406,7 +416,8 @@ def write(path: str | Path, state: State) -> None:
         path: Path of the file.
         state: The state.
     """
-    tensor_file.write(path, FORMAT, _described(state), state["tensors"])
+    described = _described(state)
+    tensor_file.write(path, FORMAT, described, state["tensors"], _version(described))
 
 
 def write_together(path: str | Path, state: State, ranks: Ranks) -> None:
@@ -417,7 +428,8 @@ def write_together(path: str | Path, state: State, ranks: Ranks) -> None:
         state: This rank's part of the state.
         ranks: The process group.
     """
-    sharded_tensor_file.write(path, FORMAT, _described(state), state["tensors"], ranks)
+    described = _described(state)
+    sharded_tensor_file.write(path, FORMAT, described, state["tensors"], ranks, _version(described))
 
 
 def read(path: str | Path, *, sha256: str | None = None) -> State:

@@ -41,6 +41,7 @@ from limpet.curvature import Structure
 from limpet.curvature.gram import STRIP_FROM, STRIPS
 from limpet.model import Block
 from limpet.precision.block_diagonal import in_words
+from limpet.precision.storage import DTYPES
 
 EIGENVECTORS = 9
 """Operations of a symmetric eigendecomposition with eigenvectors, in units of n^3."""
@@ -462,7 +463,7 @@ class CostModel:
 
     def _kept(self, shape: BlockShape, tasks: int, width: int) -> int:
         """Bytes of the precision, without the terms of kronecker-sum."""
-        basis_width = width if self.storage_dtype is None else getattr(torch, self.storage_dtype).itemsize
+        basis_width = width if self.storage_dtype is None else DTYPES[self.storage_dtype].itemsize
         return sum(
             numbers * (basis_width if ".vectors" in name else width)
             for name, numbers in shape.kept(tasks, self.auto_strength).items()

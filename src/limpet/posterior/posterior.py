@@ -224,8 +224,10 @@ class Posterior:
     def _prior(self, block: Block, like: Tensor) -> Precision:
         kind = STRUCTURES[self.structure.of(block)]
         if issubclass(kind, Kronecker | KroneckerSum):
-            sides = self.structure.sides(block)
-            return kind.start(block.shape, self.prior_precision, like, **sides, rest=self.structure.rest)
+            options = {**self.structure.sides(block), "rest": self.structure.rest}
+            if issubclass(kind, Kronecker):
+                options["rank"] = self.structure.rank
+            return kind.start(block.shape, self.prior_precision, like, **options)
         return kind.start(block.shape, self.prior_precision, like)
 
     def without_tasks(self, held: BlockPosterior) -> BlockPosterior:

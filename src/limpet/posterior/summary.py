@@ -12,6 +12,7 @@ from limpet.model.adapters import adapted_parameters, adapter_parameters
 from limpet.posterior import BlockPosterior, Posterior
 from limpet.precision import Kronecker, KroneckerSum, Precision
 from limpet.precision.block_diagonal import in_words
+from limpet.precision.truncated_basis import TruncatedBasis
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ def described(precision: Precision) -> str:
     if not isinstance(inner, Kronecker):
         return precision.structure
     sides = {"inputs": inner.inputs, "outputs": inner.outputs}
-    return in_words(precision.structure, {name: (basis.diagonal, basis.sizes) for name, basis in sides.items()})
+    ranks = {name: basis.rank for name, basis in sides.items() if isinstance(basis, TruncatedBasis)}
+    return in_words(precision.structure, {name: (basis.diagonal, basis.sizes) for name, basis in sides.items()}, ranks)
 
 
 def _note(held: BlockPosterior, name: str, parameter: nn.Parameter, unused: Collection[str], adapted: bool) -> str:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from limpet.precision.reflections import Reflections
+
 
 @dataclass(frozen=True)
 class BlockDiagonal:
@@ -93,6 +95,9 @@ class BlockDiagonal:
 Matrix = Tensor | BlockDiagonal
 """A square matrix, full or block-diagonal."""
 
+Orthogonal = Matrix | Reflections
+"""An orthogonal matrix: full, block-diagonal, or a product of reflections."""
+
 
 def cut(side: int, longest: int) -> tuple[int, ...]:
     """Split a dimension into even block sizes.
@@ -112,8 +117,10 @@ def cut(side: int, longest: int) -> tuple[int, ...]:
     return tuple(side // count + (i < side % count) for i in range(count))
 
 
-def pieces(matrix: Matrix) -> tuple[Tensor, ...]:
-    """Return the diagonal blocks of a matrix; a plain tensor is a single block."""
+def pieces(matrix: Orthogonal) -> tuple[Tensor, ...]:
+    """Return the diagonal blocks of a matrix; a plain tensor is a single block, and so are reflections."""
+    if isinstance(matrix, Reflections):
+        return (matrix.dense(),)
     return matrix.pieces if isinstance(matrix, BlockDiagonal) else (matrix,)
 
 
@@ -174,12 +181,15 @@ def diagonal(matrix: Matrix, is_diagonal: bool = False) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
-def in_words(structure: str, sides: Mapping[str, tuple[bool, Sequence[int]]]) -> str:
-    """Describe a structure, including which of its factors are diagonal or block-diagonal.
+def in_words(
+    structure: str, sides: Mapping[str, tuple[bool, Sequence[int]]], ranks: Mapping[str, int] | None = None
+) -> str:
+    """Describe a structure, including which of its factors are diagonal, block-diagonal or truncated.
 
     Args:
         structure: Name of the structure.
         sides: For each factor, by name, whether it is diagonal and the sizes of its blocks.
+        ranks: Ranks of the factors that are truncated, by name.
 
     Returns:
         The description.
@@ -193,6 +203,7 @@ def in_words(structure: str, sides: Mapping[str, tuple[bool, Sequence[int]]]) ->
         for name, (is_diagonal, sizes) in sides.items()
         if is_diagonal or len(sizes) > 1
     ]
+    notes += [f"{name} of rank {rank}" for name, rank in (ranks or {}).items()]
     return f"{structure} ({', '.join(notes)})" if notes else structure
 
 

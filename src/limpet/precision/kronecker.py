@@ -20,7 +20,7 @@ and all of the above then holds for the block-diagonal factor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -36,99 +36,27 @@ from limpet.precision.base import (
     noise,
     optional_metadata_number,
 )
-from limpet.precision.block_diagonal import Matrix, diagonal, find, joined, named, pieces, recut
-from limpet.precision.linalg import symmetric_eigen, widened
+from limpet.precision.basis import Basis, as_side, summed
+from limpet.precision.block_diagonal import Matrix, Orthogonal, diagonal, joined, pieces
+from limpet.precision.linalg import widened
+from limpet.precision.reflections import Reflections
 from limpet.precision.rotation import Rotation
 from limpet.precision.spectrum import Spectrum
 from limpet.precision.storage import AS_USED, Storage
 from limpet.precision.terms import KroneckerTerm, Term
-from limpet.precision.validity import check_non_negative, check_orthonormal
+from limpet.precision.truncated_basis import TruncatedBasis, truncated
+from limpet.precision.validity import check_non_negative
 from limpet.precision.weighted import WeightedSum
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-@dataclass(frozen=True)
-class Basis:
-    """Eigenbasis of one factor: orthonormal columns U, and the eigenvalues of the partial trace in it.
+LEAST_WEIGHT = 1e-9
+"""Smallest weight of a task in the partial traces: one of strength 0 determines the bases if no other does."""
 
-    Args:
-        vectors: U, as stored. None is the identity.
-        trace: Eigenvalues of the partial trace (..., n).
-        diagonal: Whether the factor is diagonal, or approximated by its diagonal, so that U stays the identity.
-        sizes: Sizes of the diagonal blocks that the factor is split into.
-        rest: How U is stored between uses.
-    """
-
-    vectors: Matrix | None
-    trace: Tensor
-    diagonal: bool
-    sizes: tuple[int, ...]
-    rest: Storage = AS_USED
-
-    @property
-    def columns(self) -> Matrix | None:
-        """U in the dtype and on the device of use. None is the identity."""
-        return None if self.vectors is None else self.vectors.to(self.trace.device, self.trace.dtype)
-
-    def check(self, name: str) -> None:
-        """Raise ValueError unless the basis is orthonormal and the eigenvalues are not negative.
-
-        Args:
-            name: Name of the basis, for the error message.
-        """
-        check_non_negative(f"{name}.trace", self.trace)
-        if self.diagonal and self.vectors is not None:
-            raise ValueError(f"{name} is diagonal, but has eigenvectors")
-        for part in () if self.columns is None else pieces(self.columns):
-            check_orthonormal(f"{name}.vectors", part, self.rest.epsilon)
-
-    def take(self, factor: Matrix, weight: Tensor) -> tuple[Basis, Matrix | None, Tensor]:
-        """Add weight * factor to the partial trace.
-
-        Args:
-            factor: Kronecker factor of the new term, in float64.
-            weight: Multiplier, one number for each group.
-
-        Returns:
-            The new basis, the squared change of basis from old to new (None if it is the identity), and the diagonal of
-            the factor in the new basis.
-        """
-        if not isinstance(factor, Tensor):
-            return self._take_by_piece(factor.pieces, weight)
-        old = widened(self.trace)
-        if self.diagonal:
-            return self._keep(None, old + weight * factor), None, factor
-        known = None if self.vectors is None else pieces(self.vectors)[0].to(self.trace.device)
-        # Converted to float64 twice, so that no copy is alive during the eigendecomposition, when memory use peaks.
-        values, new = symmetric_eigen(summed(known, old) + weight.unsqueeze(-1) * factor)
-        overlap = new.mT if known is None else new.mT @ widened(known)
-        carry = overlap.square()
-        # Stored bases are rounded, so columns sum to 1 only approximately; normalized, they preserve the trace.
-        carry /= carry.sum(-2, keepdim=True)
-        return self._keep(new, values), carry, (factor @ new).mul_(new).sum(-2)
-
-    def _take_by_piece(self, factor: Sequence[Tensor], weight: Tensor) -> tuple[Basis, Matrix, Tensor]:
-        """Apply `take` to each diagonal block."""
-        known = [None] * len(self.sizes) if self.vectors is None else pieces(self.vectors)
-        taken = [
-            Basis(vectors, trace, False, (size,), self.rest).take(piece, weight)
-            for piece, vectors, trace, size in zip(
-                factor, known, self.trace.split_with_sizes(self.sizes, -1), self.sizes, strict=True
-            )
-        ]
-        vectors = joined([part for basis, _, _ in taken for part in pieces(_not_none(basis.vectors))])
-        carry = joined([part for _, carry, _ in taken for part in pieces(_not_none(carry))])
-        trace = torch.cat([basis.trace for basis, _, _ in taken], -1)
-        return replace(self, vectors=vectors, trace=trace), carry, torch.cat([values for _, _, values in taken], -1)
-
-    def _keep(self, vectors: Tensor | None, trace: Tensor) -> Basis:
-        """Return the basis with these eigenvectors and eigenvalues, stored as specified by `rest`."""
-        like = self.trace
-        # Contiguous, so that a memory loaded from a file gives bit-identical products.
-        kept = None if vectors is None else self.rest.lay(vectors.to(like.device, like.dtype).contiguous())
-        return replace(self, vectors=kept, trace=trace.to(like.device, like.dtype))
+SEPARABLE = 1e-6
+"""Relative distance up to which a matrix of eigenvalues is treated as an outer product."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +90,7 @@ class Kronecker(Precision):
         inputs_sizes: tuple[int, ...] | None = None,
         outputs_sizes: tuple[int, ...] | None = None,
         rest: Storage = AS_USED,
+        rank: int | None = None,
     ) -> Kronecker:
         """Create the precision of a block before the first task, which is the prior alone.
 
@@ -174,6 +103,7 @@ class Kronecker(Precision):
             inputs_sizes: Sizes of the diagonal blocks of the input factor. Defaults to one block.
             outputs_sizes: Sizes of the diagonal blocks of the output factor. Defaults to one block.
             rest: How the eigenvectors are stored between uses.
+            rank: Number of eigenvectors to keep of each factor that has one block. Defaults to all of them.
 
         Returns:
             The precision.
@@ -181,21 +111,34 @@ class Kronecker(Precision):
         *groups, out, in_ = shape
 
         def side(size: int, diagonal: bool, sizes: tuple[int, ...] | None) -> Basis:
+            whole = not diagonal and (sizes is None or len(sizes) == 1)
+            if rank is not None and whole and rank < size - 1:  # with n - 1 eigenvectors the rest is exact
+                return TruncatedBasis.start(groups, size, rank, like, rest)
             trace = torch.zeros((*groups, size), dtype=like.dtype, device=like.device)
             return Basis(None, trace, diagonal, sizes or (size,), rest)
 
-        return cls(
-            shape,
-            prior,
-            side(in_, inputs_diagonal, inputs_sizes),
-            side(out, outputs_diagonal, outputs_sizes),
-            WeightedSum.zero(shape, like),
-        )
+        inputs, outputs = side(in_, inputs_diagonal, inputs_sizes), side(out, outputs_diagonal, outputs_sizes)
+        stored = torch.Size((*groups, outputs.length, inputs.length))
+        return cls(shape, prior, inputs, outputs, WeightedSum.zero(stored, like))
 
     @property
     def _full(self) -> Tensor:
         """The eigenvalues of L, including the prior, in the shape of the block."""
-        return self.values.total + self.prior
+        return self._spread(self.values.total) + self.prior
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """Return eigenvalues in the shape of the block, from the stored ones."""
+        return self.outputs.spread(self.inputs.spread(values).mT).mT
+
+    @property
+    def plain(self) -> Tensor:
+        """The eigenvalues of the sum of F_t, in the shape of the block."""
+        return self._spread(self.values.plain)
+
+    @property
+    def stored_shape(self) -> torch.Size:
+        """Shape of the eigenvalues that are stored: that of the block, unless a basis is truncated."""
+        return torch.Size((*self.shape[:-2], self.outputs.length, self.inputs.length))
 
     @property
     def _bases(self) -> dict[str, Basis]:
@@ -219,31 +162,70 @@ class Kronecker(Precision):
         q_trace, h_trace = (
             diagonal(factor, basis.diagonal).sum(-1) for factor, basis in ((q, self.inputs), (h, self.outputs))
         )
-        weight = max(strength, 1e-9)  # a task of strength 0 still determines the bases if no other does
+        weight = max(strength, LEAST_WEIGHT)
         inputs, carry_in, q_values = self.inputs.take(q, weight * h_trace.unsqueeze(-1))
         outputs, carry_out, h_values = self.outputs.take(h, weight * q_trace.unsqueeze(-1))
 
-        def carry(old: Tensor) -> Tensor:
-            old = old if carry_out is None else carry_out @ old
-            return old if carry_in is None else old @ carry_in.mT
-
         fresh = (h_values.unsqueeze(-1) * q_values.unsqueeze(-2)).clamp_min(0)
-        values = self.values.add(fresh, strength, carry)
-        return replace(self, inputs=inputs, outputs=outputs, values=values)
+        values = self.values.add(fresh, strength, lambda old: _both_sides(carry_out, old, carry_in))
+        return replace(self, inputs=inputs, outputs=outputs, values=values)._as_product()
 
     def scale(self, factor: float) -> Self:
         """Return factor * L, including the prior."""
-
-        def scaled(basis: Basis) -> Basis:
-            return replace(basis, trace=factor * basis.trace)
-
         return replace(
             self,
             prior=factor * self.prior,
-            inputs=scaled(self.inputs),
-            outputs=scaled(self.outputs),
+            inputs=self.inputs.scaled(factor),
+            outputs=self.outputs.scaled(factor),
             values=self.values.scale(factor),
         )
+
+    def truncate(self, inputs: int, outputs: int, rest: Storage | None = None) -> Self:
+        """Return L with each factor truncated to its largest eigenvalues and the mean of the others.
+
+        The trace is preserved, and of all precisions of this form with these eigenvectors it is the nearest to L in the
+        Frobenius norm.
+
+        Args:
+            inputs: Number of eigenvectors to keep of the input factor.
+            outputs: Number of eigenvectors to keep of the output factor.
+            rest: How eigenvectors are stored between uses. Defaults to how they are now.
+
+        Returns:
+            A new precision. Factors that are diagonal, split into blocks or no larger keep their eigenvectors.
+        """
+        rest = self.inputs.rest if rest is None else rest
+        columns, carry_in = truncated(self.inputs, inputs, rest)
+        rows, carry_out = truncated(self.outputs, outputs, rest)
+        values = self.values.carried(lambda old: _both_sides(carry_out, old, carry_in))
+        return replace(self, inputs=columns, outputs=rows, values=values)._as_product()
+
+    def _as_product(self) -> Self:
+        """Return a truncated precision of one task, or of equal ones, with the eigenvalues that its traces give."""
+        found = self._product()
+        plain = self.values.plain
+        if found is None or float((found - plain).norm()) > SEPARABLE * float(plain.norm()):
+            return self
+        return replace(self, values=replace(self.values, plain=found))
+
+    def _product(self) -> Tensor | None:
+        """Return D = P_H P_Q^T / (strength tr(P_Q)) from the eigenvalues of the partial traces.
+
+        None if no basis is truncated, or the strengths differ. Then D is stored.
+        """
+        small = any(isinstance(basis, TruncatedBasis) for basis in self._bases.values())
+        if not small or self.values.mixed is not None or self.values.strength is None:
+            return None
+        h, q = widened(self.outputs.trace), widened(self.inputs.trace)
+        total = self.inputs.spread(q).sum(-1) * max(self.values.strength, LEAST_WEIGHT)
+        found = h.unsqueeze(-1) * (q / total.clamp_min(torch.finfo(q.dtype).tiny).unsqueeze(-1)).unsqueeze(-2)
+        return found.to(self.values.plain.device, self.values.plain.dtype)
+
+    @property
+    def _is_product(self) -> bool:
+        """Whether the eigenvalues need not be stored, because the traces give them bit for bit."""
+        found = self._product()
+        return found is not None and torch.equal(found, self.values.plain)
 
     def fisher(self) -> Self:
         """Return the sum of the F_t alone: no prior, and every strength 1."""
@@ -253,7 +235,7 @@ class Kronecker(Precision):
         """Return L v."""
         factor, values = self.values.factored
         sides = self.sides()
-        scaled = values * sides.into(v)
+        scaled = self._spread(values) * sides.into(v)
         if not isinstance(sides.columns, Tensor) or v.dim() > 2:
             return torch.add(self.prior * v, sides.back(scaled), alpha=factor)
         # The same in a single matrix product: prior v + factor (U_H scaled) U_Q^T.
@@ -273,12 +255,12 @@ class Kronecker(Precision):
         D is an outer product after one task, or after equal tasks, when L - prior * I is Q (x) H. Always None for
         blocks with groups.
         """
-        total = self.values.total
+        total = self._spread(self.values.total)
         rows, columns = widened(total).sum(-1), widened(total).sum(-2)
         if len(self.shape) > 2 or not rows.any():
             return None
         columns = columns / columns.sum()
-        if (rows.unsqueeze(-1) * columns - widened(total)).norm() > 1e-6 * widened(total).norm():
+        if (rows.unsqueeze(-1) * columns - widened(total)).norm() > SEPARABLE * widened(total).norm():
             return None
         return rows, columns
 
@@ -287,12 +269,14 @@ class Kronecker(Precision):
 
         After one task, or after equal tasks, L is prior * I + Q (x) H, and H v Q takes half the work of the eigenbasis.
         """
-        product = None if self.inputs.rest.offload else self.separable()  # keep offloaded bases off the device
+        small = any(isinstance(basis, TruncatedBasis) for basis in self._bases.values())
+        # offloaded bases stay off the device, and truncated ones small
+        product = None if small or self.inputs.rest.offload else self.separable()
         if product is None or self.inputs.vectors is None or self.outputs.vectors is None:
             return self.apply
         like = self.values.plain
 
-        def multiplied_out(vectors: Matrix, values: Tensor) -> Matrix:
+        def multiplied_out(vectors: Orthogonal, values: Tensor) -> Matrix:
             parts = pieces(vectors)
             each = zip(parts, values.split_with_sizes([part.shape[-1] for part in parts]), strict=True)
             made = [summed(part.to(values.device), some) for part, some in each]
@@ -311,6 +295,7 @@ class Kronecker(Precision):
     def proximal(self, v: Tensor, step: float) -> Tensor:
         """Return the proximal step (I + step L)^-1 v, elementwise in the eigenbasis."""
         factor, values = self.values.factored
+        values = self._spread(values)
         one = values.new_full((), 1 + step * self.prior)  # filled on the device: new_tensor copies from the host
         proximal_denominator = torch.add(one, values, alpha=step * factor)
         sides = self.sides()
@@ -321,11 +306,12 @@ class Kronecker(Precision):
     @property
     def rounded(self) -> bool:
         """Whether the bases are stored in reduced precision, and so are only approximately orthonormal."""
-        return any(basis.rest.dtype and basis.vectors is not None for basis in self._bases.values())
+        return any(basis.rounded for basis in self._bases.values())
 
     def spectrum(self) -> Spectrum:
         """Return the eigenvalues of L and of its Fisher in the Kronecker-factored eigenbasis."""
-        return Spectrum(self.values.plain, self.values.total, self.prior, self.rotate, self.rotate_back)
+        plain, total = self.plain, self._spread(self.values.total)
+        return Spectrum(plain, total, self.prior, self.rotate, self.rotate_back)
 
     def solve(self, v: Tensor) -> Tensor:
         """Return L^-1 v, elementwise in the eigenbasis."""
@@ -363,15 +349,13 @@ class Kronecker(Precision):
             values = values if sides.rows is None else sides.rows.square() @ values
             return values if sides.columns is None else values @ sides.columns.square().mT
 
-        return in_place(self.values.plain), in_place(self.values.total)
+        return in_place(self.plain), in_place(self._spread(self.values.total))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors to save, by name."""
-        kept = self.values.tensors("eigenvalues")
+        kept = {} if self._is_product else self.values.tensors("eigenvalues")
         for name, basis in self._bases.items():
-            kept[f"{name}.trace"] = basis.trace
-            if basis.vectors is not None:
-                kept |= named(f"{name}.vectors", basis.vectors)
+            kept |= basis.tensors(name)
         return kept
 
     def metadata(self) -> Metadata:
@@ -379,10 +363,10 @@ class Kronecker(Precision):
         return {
             "prior": self.prior,
             "strength": self.values.strength,
-            "inputs_diagonal": self.inputs.diagonal,
-            "outputs_diagonal": self.outputs.diagonal,
-            **{f"{n}_sizes": list(b.sizes) for n, b in self._bases.items() if len(b.sizes) > 1},
+            **self.inputs.metadata("inputs"),
+            **self.outputs.metadata("outputs"),
             **self.inputs.rest.metadata(),
+            **({"product": True} if self._is_product else {}),
         }
 
     def check(self) -> None:
@@ -392,66 +376,39 @@ class Kronecker(Precision):
         for name, basis in self._bases.items():
             basis.check(name)
 
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that the tensors take, including what completes truncated bases."""
+        found = [basis.vectors for basis in self._bases.values()]
+        derived = sum(each.triangle.nbytes for each in found if isinstance(each, Reflections))
+        return super().nbytes + derived + (self.values.plain.nbytes if self._is_product else 0)
+
     @classmethod
     def restore(cls, shape: torch.Size, tensors: Mapping[str, Tensor], metadata: Metadata) -> Self:
         """Rebuild a precision from its `tensors` and `metadata`."""
         *groups, out, in_ = shape
-        rest = Storage.of(metadata)
 
         def side(name: str, size: int) -> Basis:
-            trace = check_shape(f"{name}.trace", tensors[f"{name}.trace"], (*groups, size))
-            sizes = tuple(map(int, metadata.get(f"{name}_sizes", [size])))
-            if sum(sizes) != size or min(sizes, default=0) < min(size, 1):
-                raise ValueError(f"{name}_sizes are {sizes}, which do not sum to the size of the factor, {size}")
-            vectors = find(f"{name}.vectors", tensors)
-            if vectors is not None:
-                each = zip(pieces(vectors), sizes, strict=True)
-                checked = [check_shape(f"{name}.vectors", part, (*groups, n, n)) for part, n in each]
-                vectors = joined([rest.lay(part) for part in checked])
-            return Basis(vectors, trace, bool(metadata[f"{name}_diagonal"]), sizes, rest)
+            kind = TruncatedBasis if f"{name}_rank" in metadata else Basis
+            return kind.restore(name, (*groups, size), tensors, metadata)
 
+        inputs, outputs = side("inputs", in_), side("outputs", out)
+        stored, strength = (*groups, outputs.length, inputs.length), optional_metadata_number(metadata, "strength")
+        prior = metadata_number(metadata, "prior")
+        if metadata.get("product"):
+            zero = replace(WeightedSum.zero(torch.Size(stored), inputs.trace), strength=strength)
+            found = cls(shape, prior, inputs, outputs, zero)
+            product = found._product()
+            if product is None or "eigenvalues" in tensors:
+                raise ValueError("the eigenvalues of the precision are missing, or given twice")
+            return replace(found, values=replace(zero, plain=product))
         for name in ("eigenvalues", "eigenvalues.weighted"):
             if name in tensors:
-                check_shape(name, tensors[name], shape)
-        values = WeightedSum.restore("eigenvalues", tensors, optional_metadata_number(metadata, "strength"))
-        return cls(shape, metadata_number(metadata, "prior"), side("inputs", in_), side("outputs", out), values)
+                check_shape(name, tensors[name], stored)
+        return cls(shape, prior, inputs, outputs, WeightedSum.restore("eigenvalues", tensors, strength))
 
 
-def as_side(factor: Matrix, is_diagonal: bool, basis: Basis) -> Matrix:
-    """Convert a Kronecker factor to the form of its basis: a diagonal, a full matrix or diagonal blocks.
-
-    Args:
-        factor: Matrix (..., n, n), full or block-diagonal, or its diagonal (..., n).
-        is_diagonal: Whether `factor` is a diagonal.
-        basis: Eigenbasis of that factor in the block's precision.
-
-    Returns:
-        The factor in float64.
-    """
-    if basis.diagonal:
-        return widened(diagonal(factor, is_diagonal))
-    if isinstance(factor, Tensor) and is_diagonal:
-        return joined([torch.diag_embed(widened(part)) for part in factor.split_with_sizes(basis.sizes, -1)])
-    return joined([widened(piece) for piece in pieces(recut(factor, basis.sizes))])
-
-
-def summed(vectors: Tensor | None, values: Tensor) -> Tensor:
-    """Build a matrix from its eigendecomposition.
-
-    Args:
-        vectors: Orthonormal eigenvectors (..., n, n). None is the identity.
-        values: Eigenvalues (..., n), in float64.
-
-    Returns:
-        The matrix (..., n, n), in float64.
-    """
-    if vectors is None:
-        return torch.diag_embed(values)
-    vectors = widened(vectors)
-    return (vectors * values.unsqueeze(-2)) @ vectors.mT
-
-
-def _not_none(matrix: Matrix | None) -> Matrix:
-    """Narrow the type of a matrix that is known not to be None."""
-    assert matrix is not None
-    return matrix
+def _both_sides(left: Matrix | None, values: Tensor, right: Matrix | None) -> Tensor:
+    """Return left values right^T; None is the identity."""
+    values = values if left is None else left @ values
+    return values if right is None else values @ right.mT

@@ -20,16 +20,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from limpet.precision.basis import as_side, summed
 from limpet.precision.block_diagonal import joined, pieces
-from limpet.precision.kronecker import Kronecker, as_side, summed
+from limpet.precision.kronecker import SEPARABLE, Kronecker
 from limpet.precision.kronecker_sum import KroneckerSum
 from limpet.precision.linalg import conjugate_gradients, widened
 from limpet.precision.pencil import MovedBlock, Pencil, sum_of, truncated
 from limpet.precision.side_basis import Factor, SideBasis
 from limpet.precision.terms import KroneckerTerm, Term
-
-SEPARABLE = 1e-6
-"""Relative distance up to which a matrix of eigenvalues is treated as an outer product."""
 
 CG_STEPS = 500
 """Maximum number of conjugate gradient steps."""
@@ -179,7 +177,7 @@ class Eigenbasis(Curvature):
         Returns:
             A `Product` if D is an outer product, otherwise an `Eigenbasis`.
         """
-        D = widened(form.values.plain)
+        D = widened(form.plain)
         rows, total = D.sum(-1, keepdim=True), D.sum((-2, -1), keepdim=True)
         q = D.sum(-2, keepdim=True) / total
         if float((rows * q - D).norm()) <= SEPARABLE * float(D.norm()):

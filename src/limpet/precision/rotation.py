@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from limpet.precision.block_diagonal import Matrix
+from limpet.precision.block_diagonal import Orthogonal
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Rotation:
         columns: U_Q. None is the identity.
     """
 
-    rows: Matrix | None = None
-    columns: Matrix | None = None
+    rows: Orthogonal | None = None
+    columns: Orthogonal | None = None
 
     def to(self, like: Tensor) -> Rotation:
         """Return the same rotation in the dtype and on the device of `like`."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from limpet.precision.basis import Basis
 from limpet.precision.block_diagonal import Matrix, diagonal, joined, pieces
-from limpet.precision.kronecker import Basis
 from limpet.precision.linalg import generalised_eigen, widened
 from limpet.precision.pencil import SMALLEST, damped
 

@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Storage dtypes of all bases."""
+
+EIGHT_BITS = "int8"
+"""Storage dtype of truncated bases (`limpet.precision.reflections`); complete ones are then stored in float16."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Storage:
     `Kronecker.proximal` avoids this.
 
     Args:
-        dtype: Storage dtype, "bfloat16" or "float16". None keeps the dtype of use.
+        dtype: Storage dtype: "bfloat16", "float16" or, for truncated bases, "int8". None keeps the dtype of use.
         offload: Whether to store the bases in CPU memory.
 
     Raises:
@@ -32,18 +36,24 @@ class Storage:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"storage_dtype must be one of {', '.join(DTYPES)}, or None, not {self.dtype!r}")
+        if self.dtype is not None and self.dtype not in (*DTYPES, EIGHT_BITS):
+            raise ValueError(
+                f"storage_dtype must be one of {', '.join(DTYPES)}, {EIGHT_BITS} or None, not {self.dtype!r}"
+            )
+
+    @property
+    def of_complete(self) -> torch.dtype | None:
+        """The dtype that complete bases are stored in; None for that of use."""
+        return None if self.dtype is None else DTYPES.get(self.dtype, torch.float16)
 
     @property
     def epsilon(self) -> float:
         """Resolution of stored bases, at best that of float32, because a memory may have been converted to float64."""
-        return torch.finfo(torch.float32 if self.dtype is None else DTYPES[self.dtype]).eps
+        return torch.finfo(self.of_complete or torch.float32).eps
 
     def lay(self, vectors: Tensor) -> Tensor:
         """Return eigenvectors in the storage dtype and on the storage device."""
-        dtype = vectors.dtype if self.dtype is None else DTYPES[self.dtype]
-        return vectors.to("cpu" if self.offload else vectors.device, dtype)
+        return vectors.to("cpu" if self.offload else vectors.device, self.of_complete or vectors.dtype)
 
     def metadata(self) -> dict[str, Any]:
         """Return the settings as plain JSON values; empty if bases are stored as they are used."""

@@ -84,6 +84,21 @@ class WeightedSum:
             return WeightedSum(summed, None, strength)
         return WeightedSum(summed, stored(moved(self.total) + strength * plain), None)
 
+    def carried(self, carry: Callable[[Tensor], Tensor]) -> WeightedSum:
+        """Return both sums after a linear map, applied in float64.
+
+        Args:
+            carry: The map.
+
+        Returns:
+            The new sums.
+        """
+
+        def stored(old: Tensor) -> Tensor:
+            return carry(widened(old)).to(self.plain.device, self.plain.dtype)
+
+        return WeightedSum(stored(self.plain), None if self.mixed is None else stored(self.mixed), self.strength)
+
     def unweighted(self) -> WeightedSum:
         """Return the sum of F_t, with every strength 1."""
         return WeightedSum(self.plain, None, 1.0)

@@ -1,0 +1,98 @@
+"""Memories of published weights, whose files name the weights instead of containing them.
+
+The mean of a memory that was made at a published model is the model. With `memory.save(path, base="owner/model")` the
+file has the name of the model and the SHA-256 of every parameter in float32 (in which bfloat16 and float16 have the
+same values), and `limpet.load` takes the mean from the model that it is given, after it has checked them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from limpet.errors import LimpetError, MemoryFileError
+from limpet.io.state import State
+from limpet.io.tensor_file import raw_bytes
+from limpet.model import Block
+from limpet.posterior import Posterior
+
+
+def sha256_of(weight: Tensor) -> str:
+    """Return the SHA-256 of a weight in float32, or wider if it is wider.
+
+    Args:
+        weight: The weight.
+
+    Returns:
+        The hexadecimal digest.
+    """
+    return hashlib.sha256(raw_bytes(weight.to(torch.promote_types(weight.dtype, torch.float32)))).hexdigest()
+
+
+def without_means(state: State, posterior: Posterior, base: str) -> State:
+    """Replace the means in a state by the name of the model and the checksums of its weights.
+
+    Args:
+        state: The state of a memory.
+        posterior: The posterior of the memory.
+        base: Name of the published model, with its revision if it has one.
+
+    Returns:
+        The state without means.
+
+    Raises:
+        LimpetError: If the mean of a block is not the current weight of the model.
+    """
+    weights = posterior.parameters()
+    metadata, tensors = json.loads(state["metadata"]), dict(state["tensors"])
+    entries = {entry["name"]: entry for entry in metadata["blocks"]}
+    for name, held in posterior.held.items():
+        matrix = held.block.gather(weights).detach()
+        if not torch.equal(matrix.to(held.mean), held.mean):
+            raise LimpetError(
+                f"base= is for a memory whose mean is the published model, but the mean of {name} is not its current "
+                "weight: save right after consolidating the published model, or omit base="
+            )
+        entry = entries[name]
+        entry["base"] = {parameter: sha256_of(weights[parameter].detach()) for parameter in held.block.parameters}
+        entry["mean_square"] = float(held.mean.double().square().mean())
+        entry["tensors"] = [key for key in entry["tensors"] if key != "mean"]
+        del tensors[f"{name}/mean"]
+    metadata["settings"]["base"] = base
+    return {"metadata": json.dumps(metadata, allow_nan=False), "tensors": tensors}
+
+
+def names_its_base(state: State) -> bool:
+    """Whether a state has the checksums of published weights instead of a mean."""
+    settings = json.loads(state["metadata"]).get("settings", {})
+    return isinstance(settings, dict) and "base" in settings
+
+
+def mean_from_model(block: Block, expected: Mapping[str, Any], weights: Mapping[str, Tensor], base: object) -> Tensor:
+    """Return the mean of a block of which a file has only the checksums.
+
+    Args:
+        block: The block.
+        expected: The SHA-256 of each of its parameters.
+        weights: The parameters of the model, by name.
+        base: Name of the published model.
+
+    Returns:
+        A copy of the weights, in the shape of the block.
+
+    Raises:
+        MemoryFileError: If a parameter is not the published one.
+    """
+    for parameter in block.parameters:
+        if sha256_of(weights[parameter].detach()) != expected[parameter]:
+            raise MemoryFileError(
+                f"this file has no weights of its own, and {parameter} of the model is not that of {base}: load the "
+                "memory into the published model, or pass it as limpet.load(path, model, base=published)"
+            )
+    matrix = block.gather(weights).detach()
+    return matrix.to(torch.promote_types(matrix.dtype, torch.float32), copy=True)

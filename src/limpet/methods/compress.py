@@ -1,0 +1,199 @@
+"""Truncate the Kronecker factors of a memory: to a rank, to a part of their trace, or to a number of bytes.
+
+Every factor keeps its largest eigenvalues and the mean of the others (`limpet.precision.truncated_basis`). For a target
+in bytes, the rank of a factor is the smallest that holds a given part of its trace, the same part for all factors, and
+the largest part that fits is found by bisection.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from limpet.errors import LimpetError, UnsupportedError, finite_number, positive_whole
+from limpet.posterior import Posterior
+from limpet.precision import Kronecker
+from limpet.precision.basis import Basis
+from limpet.precision.linalg import widened
+from limpet.precision.storage import Storage
+
+BYTES = {None: 4, "float16": 2, "bfloat16": 2, "int8": 1}
+"""Bytes of a number of an eigenvector, by storage dtype; bases are used in float32."""
+
+UNITS = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+
+
+@dataclass(frozen=True)
+class Target:
+    """How small a memory shall be. Exactly one of the first four is given.
+
+    Args:
+        rank: Number of eigenvectors of every factor.
+        energy: Part of the trace of every factor that its eigenvectors hold, between 0 and 1.
+        bytes_per_weight: Bytes of curvature per weight that the memory covers.
+        max_bytes: Bytes of curvature, as a number or as a text such as "4GB".
+        storage_dtype: How eigenvectors are stored: None, "float16", "bfloat16" or "int8".
+    """
+
+    rank: int | None = None
+    energy: float | None = None
+    bytes_per_weight: float | None = None
+    max_bytes: float | str | None = None
+    storage_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [
+            name for name in ("rank", "energy", "bytes_per_weight", "max_bytes") if getattr(self, name) is not None
+        ]
+        if len(given) != 1:
+            raise ValueError(
+                "pass one of rank=, energy=, bytes_per_weight= and max_bytes=" + (f", not {given}" if given else "")
+            )
+        if self.rank is not None:
+            positive_whole("rank", self.rank)
+        if self.energy is not None and not 0 < finite_number("energy", self.energy) <= 1:
+            raise ValueError(f"energy must be in (0, 1], not {self.energy}: it is a part of the trace of each factor")
+        Storage(self.storage_dtype)
+
+
+def compress(posterior: Posterior, target: Target) -> dict[str, tuple[int, int]]:
+    """Truncate the factors of all blocks, in place.
+
+    Args:
+        posterior: The posterior of the memory.
+        target: How small it shall be.
+
+    Returns:
+        The ranks of the input and output factor of every block with Kronecker factors.
+
+    Raises:
+        UnsupportedError: If the memory has another structure.
+        LimpetError: If the memory has no task, or not even one eigenvector per factor fits into the target.
+    """
+    if posterior.structure.name != "kronecker":
+        raise UnsupportedError(
+            f"compress truncates Kronecker factors, and this memory has structure {posterior.structure.name!r}: "
+            "make it with structure='kronecker'"
+        )
+    blocks = {
+        name: held.precision
+        for name, held in posterior.held.items()
+        if held.tasks and isinstance(held.precision, Kronecker)
+    }
+    if not blocks:
+        raise LimpetError("this memory has no Kronecker factors yet: call memory.consolidate(...) first")
+    rest = Storage(target.storage_dtype, posterior.structure.rest.offload)
+    ranks = _ranks(blocks, target)
+    made = {name: precision.truncate(*ranks[name], rest) for name, precision in blocks.items()}
+    posterior.held = {
+        name: replace(held, precision=made[name]) if name in made else held for name, held in posterior.held.items()
+    }
+    posterior.structure = replace(posterior.structure, rest=rest, rank=target.rank)
+    return ranks
+
+
+def _ranks(blocks: Mapping[str, Kronecker], target: Target) -> dict[str, tuple[int, int]]:
+    """Choose the ranks of every block."""
+    if target.rank is not None:
+        return dict.fromkeys(blocks, (target.rank, target.rank))
+    held = {name: (_held(block.inputs), _held(block.outputs)) for name, block in blocks.items()}
+
+    def at(energy: float) -> dict[str, tuple[int, int]]:
+        return {name: (_rank(q, energy), _rank(h, energy)) for name, (q, h) in held.items()}
+
+    if target.energy is not None:
+        return at(target.energy)
+    if target.max_bytes is not None:
+        limit = parsed_bytes(target.max_bytes)
+    else:
+        weights = sum(precision.shape.numel() for precision in blocks.values())
+        limit = weights * finite_number("bytes_per_weight", target.bytes_per_weight)
+    products = {name: block.separable() is not None for name, block in blocks.items()}
+
+    def size(ranks: Mapping[str, tuple[int, int]]) -> float:
+        return sum(
+            stored_bytes(block, ranks[name], target.storage_dtype, product=products[name])
+            for name, block in blocks.items()
+        )
+
+    if size(at(0.0)) > limit:
+        raise LimpetError(
+            f"{limit:,.0f} bytes do not hold one eigenvector per factor, which takes {size(at(0.0)):,.0f}: pass a "
+            "larger target"
+        )
+    low, high = 0.0, 1.0
+    if size(at(high)) <= limit:
+        return at(high)
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if size(at(middle)) <= limit else (low, middle)
+    return at(low)
+
+
+def _held(basis: Basis) -> Tensor:
+    """Return the part of the trace that the 1, 2, ... largest eigenvalues hold: the smallest over the groups."""
+    trace = widened(basis.trace)
+    total = basis.spread(trace).sum(-1, keepdim=True).clamp_min(torch.finfo(trace.dtype).tiny)
+    kept = trace if basis.length == sum(basis.sizes) else trace[..., :-1]
+    parts = (kept.sort(-1, descending=True).values.cumsum(-1) / total).reshape(-1, kept.shape[-1])
+    return parts.amin(0)
+
+
+def _rank(held: Tensor, energy: float) -> int:
+    """Return the smallest rank that holds a part of the trace, at least 1."""
+    return min(int((held < energy).sum()) + 1, len(held))
+
+
+def stored_bytes(block: Kronecker, ranks: tuple[int, int], storage_dtype: str | None, *, product: bool) -> int:
+    """Return the bytes that the curvature of a block takes in a file when it is truncated.
+
+    Args:
+        block: The precision of the block.
+        ranks: Ranks of the input and the output factor.
+        storage_dtype: How eigenvectors are stored.
+        product: Whether the eigenvalues are a product of the traces of the factors, so that a file need not have them.
+
+    Returns:
+        The number of bytes.
+    """
+    total, lengths, small = 0, [], False
+    for basis, rank in zip((block.inputs, block.outputs), ranks, strict=True):
+        size = sum(basis.sizes)
+        known = min(rank, basis.length - 1)  # of a basis that is truncated already
+        cut = len(basis.sizes) == 1 and not basis.diagonal and known < size - 1
+        if cut:
+            total += size * known * BYTES[storage_dtype] + (4 * known if storage_dtype == "int8" else 0)
+        elif not basis.diagonal:
+            total += sum(part**2 for part in basis.sizes) * max(BYTES[storage_dtype], 2)
+        lengths.append(known + 1 if cut else size)
+        small |= cut
+    values = 0 if product and small else lengths[0] * lengths[1]
+    return block.shape[:-2].numel() * (total + 4 * (sum(lengths) + values))
+
+
+def parsed_bytes(given: float | str) -> float:
+    """Read a number of bytes.
+
+    Args:
+        given: A number, or a text with a unit: kB, MB, GB or TB, of a thousand each.
+
+    Returns:
+        The number of bytes.
+
+    Raises:
+        ValueError: If it cannot be read.
+
+    Examples:
+        >>> parsed_bytes("4GB"), parsed_bytes("1.5 MB"), parsed_bytes(1000)
+        (4000000000.0, 1500000.0, 1000.0)
+    """
+    if not isinstance(given, str):
+        return finite_number("max_bytes", given)
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", given)
+    if found is None or found[2].lower() not in UNITS:
+        raise ValueError(f'max_bytes is {given!r}, expected a number of bytes or a text such as "4GB"')
+    return finite_number("max_bytes", float(found[1])) * UNITS[found[2].lower()]

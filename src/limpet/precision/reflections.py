@@ -1,0 +1,159 @@
+"""Orthogonal matrices as products of reflections, which complete a few eigenvectors to a basis of the whole space.
+
+A factor that is truncated to rank r keeps r eigenvectors U (n, r) and is isotropic on their complement. Any orthonormal
+basis of the complement will do, so it is not stored: r Householder reflections map the first r unit vectors to the
+columns of U (up to their signs), and their product
+
+    Q = H_1 ... H_r = I - V T V^T,    inverse of T = strict upper triangle of V^T V + half of its diagonal
+
+is a complete basis (the UT transform: Joffrain et al. 2006, "Accumulating Householder transformations, revisited").
+Multiplying a matrix (n, m) by Q takes 4 n r m operations instead of 2 n^2 m. Q is orthogonal for every V, so one that
+was stored in few digits has slightly other directions, but stays orthonormal.
+
+V is unit lower trapezoidal. In 8 bits, what is below its diagonal is stored as whole numbers from -127 to 127, with one
+scale per column: an eigenvector then changes by about 1 % of its length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from limpet.precision.linalg import widened
+from limpet.precision.storage import EIGHT_BITS, Storage
+
+
+@dataclass(frozen=True)
+class Reflections:
+    """Orthogonal matrix Q = I - V T V^T.
+
+    Args:
+        vectors: V (..., n, r), as stored.
+        triangle: T (..., r, r), in the dtype of use or wider.
+        transposed: Whether this is Q^T instead of Q.
+        scale: Scales (..., 1, r) of the columns of V, if it is stored in 8 bits.
+
+    Examples:
+        >>> basis = Reflections.completing(torch.tensor([[0.6], [0.8], [0.0]]))
+        >>> basis.dense()[:, 0].abs()
+        tensor([0.6000, 0.8000, 0.0000])
+        >>> torch.allclose(basis.mT @ basis.dense(), torch.eye(3), atol=1e-6)
+        True
+    """
+
+    vectors: Tensor
+    triangle: Tensor
+    transposed: bool = False
+    scale: Tensor | None = None
+
+    @classmethod
+    def completing(cls, columns: Tensor) -> Reflections:
+        """Complete orthonormal columns to a basis, in float64 within.
+
+        Args:
+            columns: Orthonormal columns U (..., n, r), with r at most n.
+
+        Returns:
+            The basis, whose first r columns are those of U up to their signs.
+        """
+        packed, _ = torch.geqrf(widened(columns))
+        unit = torch.eye(*columns.shape[-2:], dtype=packed.dtype, device=packed.device)
+        return cls.of((packed.tril(-1) + unit).to(columns.device, columns.dtype))
+
+    @classmethod
+    def of(cls, vectors: Tensor, scale: Tensor | None = None) -> Reflections:
+        """Create the product of reflections along given vectors.
+
+        Args:
+            vectors: V (..., n, r), in any floating-point dtype, or in 8 bits.
+            scale: Scales (..., 1, r) of the columns, if V is in 8 bits.
+
+        Returns:
+            The orthogonal matrix.
+        """
+        wide = widened(_unpacked(vectors, scale))
+        gram = wide.mT @ wide
+        inverse = gram.triu(1) + torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1) / 2)
+        identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
+        triangle = torch.linalg.solve_triangular(inverse, identity, upper=True)
+        dtype = torch.float32 if scale is not None else torch.promote_types(vectors.dtype, torch.float32)
+        return cls(vectors, triangle.to(vectors.device, dtype), scale=scale)
+
+    def laid(self, rest: Storage) -> Reflections:
+        """Return the matrix as it is stored between uses.
+
+        Args:
+            rest: How it is stored.
+
+        Returns:
+            The matrix, with slightly other directions if the storage dtype has fewer digits.
+        """
+        if rest.dtype != EIGHT_BITS:
+            return Reflections.of(rest.lay(self.vectors))
+        below = self.vectors.tril(-1)
+        scale = below.abs().amax(-2, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
+        where = "cpu" if rest.offload else below.device
+        return Reflections.of((below / scale).round().to(where, torch.int8), scale.to(where, torch.float32))
+
+    @property
+    def rank(self) -> int:
+        """Number of reflections r."""
+        return self.vectors.shape[-1]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of rows, as a list like that of a block-diagonal matrix."""
+        return [self.vectors.shape[-2]]
+
+    @property
+    def mT(self) -> Reflections:  # noqa: N802
+        """The transpose, named as in `torch.Tensor`."""
+        return Reflections(self.vectors, self.triangle, not self.transposed)
+
+    @property
+    def _middle(self) -> Tensor:
+        return self.triangle.mT if self.transposed else self.triangle
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        return x - self.vectors @ (self._middle @ (self.vectors.mT @ x))
+
+    def __rmatmul__(self, x: Tensor) -> Tensor:
+        return x - ((x @ self.vectors) @ self._middle) @ self.vectors.mT
+
+    def first(self) -> Tensor:
+        """Return the first r columns of Q: the eigenvectors that were completed."""
+        unit = torch.eye(*self.vectors.shape[-2:], dtype=self.vectors.dtype, device=self.vectors.device)
+        return self @ unit.expand_as(self.vectors)
+
+    def dense(self) -> Tensor:
+        """Return Q with all its entries."""
+        n = self.vectors.shape[-2]
+        identity = torch.eye(n, dtype=self.vectors.dtype, device=self.vectors.device)
+        return self @ identity.expand(*self.vectors.shape[:-2], n, n)
+
+    def square(self) -> Tensor:
+        """Return the elementwise square of Q."""
+        return self.dense().square()
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Reflections:
+        """Return the matrix on another device and in another floating-point dtype.
+
+        Args:
+            device: Target device.
+            dtype: Target dtype.
+
+        Returns:
+            The converted matrix.
+        """
+        vectors = _unpacked(self.vectors, self.scale).to(device, dtype)
+        return Reflections(vectors, self.triangle.to(device, dtype), self.transposed)
+
+
+def _unpacked(vectors: Tensor, scale: Tensor | None) -> Tensor:
+    """Return V in floating point."""
+    if scale is None:
+        return vectors
+    unit = torch.eye(*vectors.shape[-2:], dtype=scale.dtype, device=scale.device)
+    return (vectors * scale).tril(-1) + unit

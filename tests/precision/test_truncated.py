@@ -1,0 +1,269 @@
+"""Truncated factors, held against the dense matrix of what they claim to be."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from limpet.errors import LimpetError
+from limpet.precision import Kronecker, KroneckerTerm
+from limpet.precision.basis import Basis
+from limpet.precision.linalg import top_eigen
+from limpet.precision.pencils import pencil
+from limpet.precision.reflections import Reflections
+from limpet.precision.storage import Storage
+from limpet.precision.weighted import WeightedSum
+
+OUT, IN, RANK = 6, 9, 3
+
+
+def factor(n: int, seed: int, groups: tuple[int, ...] = ()) -> Tensor:
+    root = torch.randn(*groups, n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    decay = torch.logspace(0, -2, n, dtype=torch.float64)
+    return (root * decay) @ (root * decay).mT
+
+
+def term(seed: int, groups: tuple[int, ...] = ()) -> KroneckerTerm:
+    return KroneckerTerm(factor(IN, seed, groups), factor(OUT, seed + 100, groups))
+
+
+def cut(matrix: Tensor, rank: int) -> Tensor:
+    """The matrix with the mean of its small eigenvalues instead of each of them."""
+    values, vectors = torch.linalg.eigh(matrix)
+    values[:-rank] = values[:-rank].mean()
+    return (vectors * values) @ vectors.mT
+
+
+def one(prior: float = 0.5, groups: tuple[int, ...] = (), rank: int = RANK, strength: float = 2.0) -> Kronecker:
+    like = torch.zeros((), dtype=torch.float64)
+    start = Kronecker.start(torch.Size((*groups, OUT, IN)), prior, like, rank=rank)
+    return start.add(term(0, groups), strength)
+
+
+def vector(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+def test_reflections_complete_a_basis() -> None:
+    columns = torch.linalg.qr(vector(4, 9, 3))[0]
+    basis = Reflections.completing(columns)
+    whole = basis.dense()
+    torch.testing.assert_close(whole.mT @ whole, torch.eye(9, dtype=torch.float64).expand(4, 9, 9))
+    torch.testing.assert_close((basis.first().mT @ columns).abs(), torch.eye(3, dtype=torch.float64).expand(4, 3, 3))
+    x = vector(4, 9, 9)
+    for mine, dense in ((basis, whole), (basis.mT, whole.mT)):
+        torch.testing.assert_close(mine @ x, dense @ x)
+        torch.testing.assert_close(x @ mine, x @ dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounded_reflections_are_orthogonal_and_near(dtype: torch.dtype) -> None:
+    columns = torch.linalg.qr(vector(200, 40))[0].float()
+    basis = Reflections.of(Reflections.completing(columns).vectors.to(dtype)).to(torch.device("cpu"), torch.float32)
+    whole = basis.dense()
+    torch.testing.assert_close(whole.mT @ whole, torch.eye(200), atol=2e-6, rtol=0)
+    cosines = (basis.first() * columns).sum(0).abs()
+    assert float(1 - cosines.min()) < 40 * torch.finfo(dtype).eps ** 2
+
+
+def test_eight_bits_change_eigenvectors_by_at_most_two_percent() -> None:
+    columns = torch.linalg.qr(vector(600, 128))[0].float()
+    stored = Reflections.completing(columns).laid(Storage("int8"))
+    assert stored.vectors.dtype == torch.int8
+    basis = stored.to(torch.device("cpu"), torch.float32)
+    torch.testing.assert_close(basis.mT @ basis.dense(), torch.eye(600), atol=3e-6, rtol=0)
+    signs = (basis.first() * columns).sum(0).sign()
+    assert float((basis.first() * signs - columns).norm(dim=0).max()) < 0.02
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_the_largest_eigenvalues_of_a_long_side(power: float) -> None:
+    vectors = torch.linalg.qr(vector(2, 400, 400))[0]
+    exact = torch.arange(1, 401, dtype=torch.float64) ** -power
+    matrix = (vectors * exact) @ vectors.mT
+    values, found = top_eigen(matrix, 30)
+    torch.testing.assert_close(found.mT @ found, torch.eye(30, dtype=torch.float64).expand(2, 30, 30))
+    torch.testing.assert_close((found.mT @ matrix @ found).diagonal(dim1=-2, dim2=-1), values)
+    assert bool((values.sum(-1) > 0.999 * exact[:30].sum()).all())
+    torch.testing.assert_close(values[..., -10:].flip(-1), exact[:10].expand(2, 10), rtol=1e-4, atol=0)
+    with pytest.raises(LimpetError, match="inf or nan"):
+        top_eigen(matrix / 0, 30)
+
+
+def test_a_long_side_is_truncated_without_a_complete_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the precision that it claims to be, and within a thousandth of the exact truncation."""
+    long = factor(160, 3) / 160
+    start = Kronecker.start(torch.Size((4, 160)), 0.1, torch.zeros((), dtype=torch.float64), rank=8)
+    precision = start.add(KroneckerTerm(long, factor(4, 1)), 1.0)
+    monkeypatch.setattr("limpet.precision.linalg.SUBSPACE_FROM", 1000)
+    exact = start.add(KroneckerTerm(long, factor(4, 1)), 1.0)
+    v = vector(4, 160)
+    assert float(precision.quadratic(v)) == pytest.approx(float(exact.quadratic(v)), rel=0.01)
+    torch.testing.assert_close(precision.trace(), exact.trace())
+    assert float(precision.inputs.trace[-1]) == pytest.approx(float(exact.inputs.trace[-1]), rel=0.01)
+
+
+def test_one_task_is_the_product_of_the_truncated_factors() -> None:
+    precision = one()
+    wanted = 0.5 * torch.eye(OUT * IN, dtype=torch.float64) + 2 * torch.kron(
+        cut(factor(OUT, 100), RANK), cut(factor(IN, 0), RANK)
+    )
+    torch.testing.assert_close(precision.dense(), wanted)
+    assert precision.separable() is not None
+    stored = (OUT + IN) * RANK + 2 * (RANK + 1)  # the eigenvalues of one task are a product of the traces
+    assert sum(tensor.numel() for tensor in precision.tensors().values()) == stored
+    assert precision.nbytes == 8 * (stored + 2 * RANK**2 + (RANK + 1) ** 2)
+
+
+@pytest.mark.parametrize("groups", [(), (2,)])
+@pytest.mark.parametrize("tasks", [1, 3])
+def test_everything_a_precision_does_is_that_of_the_dense_matrix(groups: tuple[int, ...], tasks: int) -> None:
+    precision = one(groups=groups)
+    for seed in range(1, tasks):
+        precision = precision.add(term(seed, groups), 0.3 + seed)
+    n = precision.shape.numel()
+    L, v = precision.dense(), vector(*precision.shape)
+    flat, identity = v.flatten(), torch.eye(n, dtype=torch.float64)
+    torch.testing.assert_close(L, L.mT)
+    torch.testing.assert_close(precision.apply(v).flatten(), L @ flat)
+    torch.testing.assert_close(precision.applier()(v).flatten(), L @ flat)
+    torch.testing.assert_close(precision.quadratic(v), flat @ L @ flat)
+    torch.testing.assert_close(precision.proximal(v, 0.7).flatten(), torch.linalg.solve(identity + 0.7 * L, flat))
+    torch.testing.assert_close(precision.solve(v).flatten(), torch.linalg.solve(L, flat))
+    torch.testing.assert_close(precision.trace(), L.trace())
+    torch.testing.assert_close(precision.log_determinant(), torch.logdet(L))
+    assert precision.eigenvalue_bound() == pytest.approx(float(torch.linalg.eigvalsh(L).max()))
+    plain, total = precision.diagonals()
+    torch.testing.assert_close(plain.flatten(), precision.fisher().dense().diagonal())
+    torch.testing.assert_close(total.flatten(), L.diagonal() - 0.5)
+    spectrum = precision.spectrum()
+    scaled = spectrum.back((spectrum.total + spectrum.prior) * spectrum.into(v))
+    torch.testing.assert_close(scaled.flatten(), L @ flat)
+    torch.testing.assert_close(precision.scale(3.0).dense(), 3 * L)
+    sides = precision.sides()
+    torch.testing.assert_close(sides.back(precision.apply_in_sides(sides.into(v))).flatten(), L @ flat)
+
+
+def test_samples_have_the_covariance() -> None:
+    precision, generator = one(prior=1.0), torch.Generator().manual_seed(0)
+    drawn = torch.stack([precision.sample(generator).flatten() for _ in range(20_000)])
+    torch.testing.assert_close(drawn.T @ drawn / len(drawn), torch.linalg.inv(precision.dense()), atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize("rank", [IN - 1, IN, 50])
+def test_a_large_rank_changes_nothing(rank: int) -> None:
+    like = torch.zeros((), dtype=torch.float64)
+    whole = Kronecker.start(torch.Size((OUT, IN)), 0.1, like)
+    cut_ = Kronecker.start(torch.Size((OUT, IN)), 0.1, like, rank=rank)
+    for seed in range(3):
+        whole, cut_ = whole.add(term(seed), 1.0), cut_.add(term(seed), 1.0)
+    torch.testing.assert_close(cut_.dense(), whole.dense())
+
+
+def test_adding_tasks_preserves_the_trace_and_the_size() -> None:
+    precision = one(prior=0.0, strength=1.0)
+    wanted, size = precision.trace(), precision.nbytes
+    for seed in range(1, 6):
+        new = term(seed)
+        precision = precision.add(new, 1.0)
+        wanted = wanted + new.inputs.trace() * new.outputs.trace()
+        torch.testing.assert_close(precision.trace(), wanted)
+        assert precision.nbytes <= size and bool((precision.values.plain >= 0).all())
+
+
+def test_equal_tasks_are_a_multiple_of_one() -> None:
+    precision = one(prior=0.0, strength=1.0)
+    thrice = precision.add(term(0), 1.0).add(term(0), 1.0)
+    torch.testing.assert_close(thrice.dense(), 3 * precision.dense())
+
+
+def test_a_carried_precision_is_the_nearest_of_its_form() -> None:
+    """The sum in the new bases: its mean over each cell that shares one eigenvalue."""
+    before, new = one(prior=0.0, strength=1.0), term(1)
+    after = before.add(new, 1.0)
+    carried = after.plain
+    sides = after.sides()
+    basis = torch.kron(sides.rows.dense(), sides.columns.dense())  # type: ignore[union-attr]
+    exact = before.dense() + torch.kron(new.outputs, new.inputs)
+    diagonal = (basis.mT @ exact @ basis).diagonal().reshape(OUT, IN)
+    for rows, columns in itertools.product((slice(0, RANK), slice(RANK, None)), repeat=2):
+        mine, wanted = carried[rows, columns], diagonal[rows, columns]
+        if rows.stop is None:
+            wanted = wanted.mean(0, keepdim=True).expand_as(wanted)
+        if columns.stop is None:
+            wanted = wanted.mean(1, keepdim=True).expand_as(wanted)
+        torch.testing.assert_close(mine, wanted)
+
+
+@pytest.mark.parametrize("tasks", [1, 3])
+def test_truncating_afterwards_averages_the_small_eigenvalues(tasks: int) -> None:
+    like = torch.zeros((), dtype=torch.float64)
+    whole = Kronecker.start(torch.Size((OUT, IN)), 0.2, like)
+    for seed in range(tasks):
+        whole = whole.add(term(seed), 0.5 + seed)
+    small = whole.truncate(RANK, RANK)
+    torch.testing.assert_close(small.trace(), whole.trace())
+    torch.testing.assert_close(small.fisher().trace(), whole.fisher().trace())
+    if tasks == 1:
+        same = Kronecker.start(torch.Size((OUT, IN)), 0.2, like, rank=RANK).add(term(0), 0.5)
+        torch.testing.assert_close(small.dense(), same.dense())
+    smaller = small.truncate(RANK - 1, RANK - 1)
+    torch.testing.assert_close(smaller.dense(), whole.truncate(RANK - 1, RANK - 1).dense())
+    assert small.truncate(RANK, RANK).tensors().keys() == small.tensors().keys()
+    torch.testing.assert_close(whole.truncate(50, 50).dense(), whole.dense())
+
+
+def complete(precision: Kronecker) -> Kronecker:
+    """The same precision with all its eigenvectors and eigenvalues written out."""
+
+    def whole(basis: Basis) -> Basis:
+        assert isinstance(basis.vectors, Reflections)
+        return Basis(basis.vectors.dense(), basis.spread(basis.trace), False, basis.sizes)
+
+    values = WeightedSum(precision.plain, precision.spectrum().total)
+    return Kronecker(precision.shape, precision.prior, whole(precision.inputs), whole(precision.outputs), values)
+
+
+@pytest.mark.parametrize("tasks", [1, 3])
+def test_the_path_of_a_repair_is_that_of_the_written_out_precision(tasks: int) -> None:
+    old, moved, new = one(prior=0.0, strength=1.0), vector(OUT, IN), [term(5)]
+    for seed in range(1, tasks):
+        old = old.add(term(seed), 1.0)
+    torch.testing.assert_close(complete(old).dense(), old.dense())
+    mine, theirs = (pencil(each, new, [moved], columns=slice(0, IN - 1)) for each in (old, complete(old)))
+    for strength in (0.1, 1.0, 10.0):
+        torch.testing.assert_close(mine.at(strength)[0], theirs.at(strength)[0])
+        for a, b in zip(mine.low_rank(strength, 0, 2), theirs.low_rank(strength, 0, 2), strict=True):
+            torch.testing.assert_close(a.abs(), b.abs(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [None, "float16", "int8"])
+def test_saved_and_restored(dtype: str | None) -> None:
+    like = torch.zeros((), dtype=torch.float32)
+    start = Kronecker.start(torch.Size((OUT, IN)), 0.5, like, rank=RANK, rest=Storage(dtype))
+    for precision in (start, start.add(term(0), 1.0), start.add(term(0), 1.0).add(term(1), 2.0)):
+        again = Kronecker.restore(precision.shape, precision.tensors(), precision.metadata())
+        again.check()
+        v = vector(OUT, IN).float()
+        assert torch.equal(again.apply(v), precision.apply(v))
+        assert again.metadata() == precision.metadata()
+
+
+def test_damaged_files_are_rejected() -> None:
+    precision = one()
+    tensors, metadata = precision.tensors(), precision.metadata()
+    zero = tensors | {"inputs.reflections": torch.zeros_like(tensors["inputs.reflections"])}
+    with pytest.raises(ValueError, match=r"inputs\.reflections are zero"):
+        Kronecker.restore(precision.shape, zero, metadata).check()
+    twice = tensors | {"eigenvalues": torch.ones(OUT, IN)}
+    with pytest.raises(ValueError, match="given twice"):
+        Kronecker.restore(precision.shape, twice, metadata)
+    with pytest.raises(ValueError, match=r"eigenvalues has shape \(6, 9\), expected \(4, 4\)"):
+        Kronecker.restore(precision.shape, twice, metadata | {"product": False})
+    with pytest.raises(ValueError, match="inputs_rank is 9"):
+        Kronecker.restore(precision.shape, tensors, metadata | {"inputs_rank": IN})
+    with pytest.raises(ValueError, match="outputs_rank"):
+        Kronecker.restore(precision.shape, tensors, metadata | {"outputs_rank": "3"})
