@@ -27,13 +27,13 @@ from torch import Tensor, nn
 import common
 import limpet
 from common import versions
-from sentences import TASKS, texts
-from two_tasks import Batch, TwoTasks
+from sentences import TASKS, texts, tokenized
+from two_tasks import TwoTasks
 
 RESULTS = common.RESULTS / "repair" / "sentences.jsonl"
 OLD, NEW = TASKS[1], TASKS[2]
 TRAIN, TEST = {OLD: 800, NEW: 480}, {OLD: 300, NEW: 200}
-LENGTH, BATCH, EPOCHS, OLD_LR = 48, 16, 2, 1e-4
+EPOCHS, OLD_LR = 2, 1e-4
 MEASURED = 200  # examples of a task that its curvature is measured on
 RATES = {"1e-4": (1e-4, 60), "2e-4": (2e-4, 30)}  # learning rate and steps of the second task
 STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -60,20 +60,13 @@ class Experiment(TwoTasks):
         found = texts(reviews, 2 * size, seed)
         # the texts of the second task are not those of the first
         halves = {OLD: found[old][:size], NEW: found[NEW][size:]}
-        self.test = {name: self._batches(halves[name][: TEST[name]]) for name in TRAIN}
-        self.train = {name: self._batches(halves[name][TEST[name] : TEST[name] + TRAIN[name]]) for name in TRAIN}
+        split = {
+            name: (halves[name][: TEST[name]], halves[name][TEST[name] : TEST[name] + TRAIN[name]]) for name in TRAIN
+        }
+        self.test = {name: tokenized(self.tokenizer, test) for name, (test, _) in split.items()}
+        self.train = {name: tokenized(self.tokenizer, train) for name, (_, train) in split.items()}
         torch.manual_seed(seed)
         self.model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(model, num_labels=2)
-
-    def _batches(self, pairs: list[tuple[str, int]]) -> list[Batch]:
-        batches = []
-        for start in range(0, len(pairs), BATCH):
-            some = pairs[start : start + BATCH]
-            told = self.tokenizer(
-                [text for text, _ in some], truncation=True, max_length=LENGTH, padding=True, return_tensors="pt"
-            )
-            batches.append({**told, "labels": torch.tensor([label for _, label in some])})
-        return batches
 
     def learned(self) -> tuple[nn.Module, limpet.Memory]:
         """Learn the first task and make the memory of it; gives its head."""

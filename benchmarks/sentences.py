@@ -46,6 +46,26 @@ MEASURED = 400  # examples of a task that its curvature is measured on
 Batch = dict[str, Tensor]
 
 
+def tokenized(tokenizer: Any, pairs: list[tuple[str, int]]) -> list[Batch]:
+    """Texts with labels as batches.
+
+    Args:
+        tokenizer: The tokenizer of the encoder.
+        pairs: The texts, each with its label.
+
+    Returns:
+        The batches.
+    """
+    batches = []
+    for start in range(0, len(pairs), BATCH):
+        some = pairs[start : start + BATCH]
+        told = tokenizer(
+            [text for text, _ in some], truncation=True, max_length=LENGTH, padding=True, return_tensors="pt"
+        )
+        batches.append({**told, "labels": torch.tensor([label for _, label in some])})
+    return batches
+
+
 def texts(path: Path, count: int, seed: int) -> dict[str, list[tuple[str, int]]]:
     """So many texts of every task, half of them of each label."""
     csv.field_size_limit(sys.maxsize)
@@ -88,18 +108,11 @@ class Experiment:
         self.train: dict[str, list[Batch]] = {}
         self.test: dict[str, list[Batch]] = {}
         for name, pairs in texts(reviews, train + test, seed).items():
-            self.train[name], self.test[name] = self._batches(pairs[test:]), self._batches(pairs[:test])
-        self.examples = train
-
-    def _batches(self, pairs: list[tuple[str, int]]) -> list[Batch]:
-        batches = []
-        for start in range(0, len(pairs), BATCH):
-            some = pairs[start : start + BATCH]
-            told = self.tokenizer(
-                [text for text, _ in some], truncation=True, max_length=LENGTH, padding=True, return_tensors="pt"
+            self.train[name], self.test[name] = (
+                tokenized(self.tokenizer, pairs[test:]),
+                tokenized(self.tokenizer, pairs[:test]),
             )
-            batches.append({**told, "labels": torch.tensor([label for _, label in some])})
-        return batches
+        self.examples = train
 
     def fresh(self) -> Any:
         """The encoder as it was published, with two new outputs for every task."""

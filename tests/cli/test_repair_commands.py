@@ -21,6 +21,7 @@ import limpet
 from limpet.errors import LimpetError
 from limpet.integrations import causal_lm
 from limpet.io.lock import FileLock
+from limpet.methods.inspect import inspect
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -184,6 +185,11 @@ def test_a_compressed_memory_repairs_a_full_checkpoint(folder: Path, memory: Pat
         drifts.append([float(word) for word in shown.replace(",", "").split() if word[0].isdigit()])
     (before, whole), (_, truncated) = drifts
     assert truncated - whole < 0.1 * (before - whole)
+    words = ["--self-samples", "140", "--length", "8", "--probe", "5", "--rank", "3", "--storage-dtype", "int8"]
+    done = command("consolidate", *base, *words, "-o", str(tmp_path / "ranked.safetensors"))
+    assert done.returncode == 0, done.stderr
+    blocks = inspect(tmp_path / "ranked.safetensors").blocks
+    assert any(block.structure == "kronecker (inputs of rank 3, outputs of rank 3)" for block in blocks)
     contradiction = command("compress", str(memory), *base, "--rank", "2", "--energy", "0.5", "-o", str(small))
     assert contradiction.returncode == 2 and "pass one of rank=" in contradiction.stderr
 

@@ -78,6 +78,14 @@ def consolidate_command(
     with_vocabulary: Annotated[bool, typer.Option(help="Also protect the token embedding and the LM head.")] = False,
     max_factor_size: MaxFactorSize = None,
     storage_dtype: StorageDtype = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of eigenvectors to keep of every Kronecker factor; --storage-dtype may then be int8 as well. "
+            "Defaults to all of them.",
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the model: float32 or bfloat16.")] = "float32",
     device: Annotated[
         str | None, typer.Option(help="Device to run the model on, e.g. cpu or cuda. Defaults to a GPU if available.")
@@ -101,7 +109,7 @@ def consolidate_command(
     from limpet.io.lock import FileLock
     from limpet.methods.memory import MAX_FACTOR_SIZE
     from limpet.precision import STRUCTURES
-    from limpet.precision.storage import DTYPES
+    from limpet.precision.storage import DTYPES, EIGHT_BITS
 
     needed("transformers")
     torch = needed("torch")
@@ -109,7 +117,7 @@ def consolidate_command(
 
     _choice("--dtype", dtype, ("float32", "bfloat16"))
     _choice("--structure", structure, (None, *STRUCTURES))
-    _choice("--storage-dtype", storage_dtype, (None, *DTYPES))
+    _choice("--storage-dtype", storage_dtype, (None, *DTYPES) if rank is None else (None, *DTYPES, EIGHT_BITS))
     if bool(data) == (self_samples is not None):
         raise LimpetError(
             "pass either --data (text the model should retain) or --self-samples (e.g. --self-samples 12000)"
@@ -152,6 +160,7 @@ def consolidate_command(
             structure=structure or "kronecker",
             max_factor_size=max_factor_size or MAX_FACTOR_SIZE,
             storage_dtype=storage_dtype,
+            rank=rank,
         )
         if not first:
             return
