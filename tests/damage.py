@@ -1,4 +1,4 @@
-"""Damage checkpoint folders and checkpoints of a pass at random: each is rejected, or loads as if it were not damaged.
+"""Damage checkpoint folders, checkpoints of a pass and small files: each is rejected, or loads as if it were whole.
 
     python tests/damage.py --count 100000 --seed 0
 
@@ -107,6 +107,33 @@ class Pass:
         return memory.state_dict()
 
 
+class SmallFile:
+    """A file of format 2: truncated factors in 8 bits, and the checksums of the weights instead of the mean."""
+
+    name = "file of format 2"
+    rejections: tuple[type[Exception], ...] = (MemoryFileError,)
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.model = network()
+        memory = limpet.OnlineLaplace(self.model, rank=1, storage_dtype="int8", prior_mean="initial")
+        memory.consolidate(data(), progress=False)
+        folder.mkdir()
+        memory.save(folder / "memory.safetensors", base="owner/model")
+        self.wanted = self.load(folder)
+
+    def load(self, folder: pathlib.Path) -> State:
+        """Load the memory; if the file is whole, a model with another weight must be rejected."""
+        found = limpet.load(folder / "memory.safetensors", self.model).state_dict()
+        other = network()
+        weight = random.choice(list(other.parameters())).data.view(-1)
+        place = random.randrange(len(weight))
+        weight[place] = torch.nextafter(weight[place], torch.tensor(9.0))
+        with suppress(MemoryFileError):
+            limpet.load(folder / "memory.safetensors", other)
+            raise AssertionError("another model was accepted")
+        return found
+
+
 # --- ways to damage files ----------------------------------------------------------------------------------------
 
 
@@ -178,7 +205,9 @@ def edit(rng: random.Random, files: Files) -> Files:
 GENERAL = (flip, cut, overwrite, extend)
 
 
-def damaged(kind: type[Folder] | type[Pass], count: int, seed: int, *, show: bool = False) -> Counter[str]:
+def damaged(
+    kind: type[Folder] | type[Pass] | type[SmallFile], count: int, seed: int, *, show: bool = False
+) -> Counter[str]:
     """Damage one kind of checkpoint.
 
     Args:
@@ -245,4 +274,4 @@ def long_run(description: str, kinds: Sequence[Any], damage: Callable[..., Count
 
 
 if __name__ == "__main__":
-    long_run(str(__doc__), (Folder, Pass), damaged, 100_000)
+    long_run(str(__doc__), (Folder, Pass, SmallFile), damaged, 100_000)

@@ -17,6 +17,7 @@ def test_the_tables_are_those_of_the_records(name: str) -> None:
     points = experiment.common.read_records(experiment.RESULTS)
     for rate in experiment.RATES:
         assert rivals.table(points, rate, experiment.COLUMNS) in PAGE.read_text(), f"python -m benchmarks {name} --draw"
+    assert rivals.summary(points) in PAGE.read_text()
 
 
 @pytest.mark.parametrize("name", ["protect_sentences", "protect_vision"])
@@ -26,17 +27,22 @@ def test_protection_keeps_the_old_task_and_learns_the_new_one(name: str) -> None
     plain = {(p["seed"], p["rate"]): p["new"][0] for p in points if p["what"] == "plain"}
     protected = [p for p in points if p["what"] == "protect"]
     lost = [plain[p["seed"], p["rate"]] - p["new"][0] for p in protected]
-    assert protected and all(p["old"][0] > p["before"][0] - 4 for p in protected)
+    assert len(protected) == 9 and all(p["old"][0] > p["before"][0] - 4 for p in protected)
     assert sum(loss > 6 for loss in lost) == (2 if name == "protect_vision" else 0) and max(lost) < 8.5
 
 
-@pytest.mark.parametrize(("name", "most"), [("protect_sentences", 2.6), ("protect_vision", 1.2)])
-def test_budgets_are_kept_on_the_probe_and_nearly_on_other_examples(name: str, most: float) -> None:
+@pytest.mark.parametrize("name", ["protect_sentences", "protect_vision"])
+def test_budgets_are_kept_on_the_probe_and_nearly_on_other_examples(name: str) -> None:
     experiment = benchmark(name)
     points = [p for p in experiment.common.read_records(experiment.RESULTS) if p["what"].startswith("budget")]
+    over = []
     for p in points:
         budget = float(p["what"].split()[1])
-        assert p["end"]["drift"] <= budget and p["drift_test"][0] < most * budget
+        assert p["end"]["drift"] <= budget
+        if p["drift_test"][0] > 1.5 * budget:
+            over.append((budget, p["drift_test"][0] / budget))
+    assert len(points) == 27 and len(over) <= 3 * (name == "protect_sentences")
+    assert all(budget == 0.01 and ratio < 2.2 for budget, ratio in over)
 
 
 @pytest.mark.parametrize("name", ["protect_sentences", "protect_vision"])

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from limpet.precision.linalg import widened
+from limpet.precision.linalg import leading_range, widened
 
 
 @dataclass(frozen=True)
@@ -159,24 +159,13 @@ def truncated(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """
     matrix = widened(matrix)
     if min(matrix.shape) > 4 * (rank + OVERSAMPLING):
-        basis = _range(matrix, rank + OVERSAMPLING)
+        basis = leading_range(matrix, rank + OVERSAMPLING, POWERS)
         u, values, v = torch.linalg.svd(basis.mT @ matrix, full_matrices=False)
         u = basis @ u
     else:
         u, values, v = torch.linalg.svd(matrix, full_matrices=False)
     root = values[:rank].sqrt()
     return u[:, :rank] * root, root.unsqueeze(-1) * v[:rank]
-
-
-def _range(matrix: Tensor, size: int) -> Tensor:
-    """Return orthonormal columns that approximately span the leading singular vectors."""
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(matrix.shape[1], size, dtype=matrix.dtype, generator=generator).to(matrix.device)
-    basis: Tensor = torch.linalg.qr(matrix @ start)[0]
-    for _ in range(POWERS):
-        basis = torch.linalg.qr(matrix.mT @ basis)[0]
-        basis = torch.linalg.qr(matrix @ basis)[0]
-    return basis
 
 
 def sum_of(parts: Sequence[Tensor]) -> Tensor:
