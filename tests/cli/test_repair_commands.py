@@ -191,7 +191,7 @@ def test_a_compressed_memory_repairs_a_full_checkpoint(folder: Path, memory: Pat
     blocks = inspect(tmp_path / "ranked.safetensors").blocks
     assert any(block.structure == "kronecker (inputs of rank 3, outputs of rank 3)" for block in blocks)
     contradiction = command("compress", str(memory), *base, "--rank", "2", "--energy", "0.5", "-o", str(small))
-    assert contradiction.returncode == 2 and "pass one of rank=" in contradiction.stderr
+    assert contradiction.returncode == 2 and "pass exactly one of --rank" in contradiction.stderr
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ import limpet
 from limpet.errors import LimpetError, MemoryFileError, UnsupportedError
 from limpet.methods.compress import parsed_bytes, stored_bytes
 from limpet.methods.inspect import inspect
-from limpet.precision import Kronecker
+from limpet.posterior.summary import described
+from limpet.precision import Kronecker, KroneckerTerm
 
 N = 240
 TARGETS: list[dict[str, Any]] = [{"rank": 3}, {"energy": 0.9}, {"bytes_per_weight": 1.5}, {"max_bytes": "1.2kB"}]
@@ -109,7 +110,7 @@ def test_compressing_afterwards_is_the_rank_from_the_start() -> None:
     _, first = remembered(rank=3)
     _, second = remembered()
     ranks = second.compress(rank=3, storage_dtype=None)
-    assert set(ranks.values()) == {(3, 3)} and first.nbytes == second.nbytes
+    assert ranks == {"0": (3, 3), "2": (3, 3), "4": (3, 4)} and first.nbytes == second.nbytes
     for name, held in first.posterior.held.items():
         torch.testing.assert_close(held.precision.dense(), second.posterior.held[name].precision.dense())
 
@@ -221,6 +222,8 @@ def test_errors_say_what_to_do() -> None:
         memory.compress(max_bytes="4 apples")
     with pytest.raises(LimpetError, match="do not hold one eigenvector"):
         memory.compress(max_bytes=10)
+    with pytest.raises(ValueError, match="int8' is for truncated factors"):
+        limpet.OnlineLaplace(model, storage_dtype="int8")
     with pytest.raises(ValueError, match="rank= truncates Kronecker"):
         limpet.OnlineLaplace(model, structure="diagonal", rank=3)
     with pytest.raises(LimpetError, match="no Kronecker factors yet"):
@@ -247,3 +250,67 @@ def test_predictions_are_those_of_the_dense_covariance() -> None:
             jacobian = torch.stack(rows)
             wanted[example] += jacobian @ covariance @ jacobian.mT
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("before", [None, "float16", "bfloat16"])
+@pytest.mark.parametrize("after", [None, "float16", "bfloat16", "int8"])
+def test_any_storage_can_be_compressed_to_any_other(before: str | None, after: str | None, tmp_path: Path) -> None:
+    model, memory = remembered(torch.float32, storage_dtype=before)
+    x = torch.randn(16, 13)
+    whole = memory.posterior.held["0"].precision.apply(x)
+    assert memory.compress(rank=10, storage_dtype=after) == {"0": (10, 10), "2": (10, 9), "4": (10, 4)}
+    assert float((memory.posterior.held["0"].precision.apply(x) - whole).norm() / whole.norm()) < 0.1
+    memory.save(tmp_path / "memory.safetensors")
+    limpet.load(tmp_path / "memory.safetensors", model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("storage", [None, "float16", "int8"])
+def test_a_number_of_bytes_is_kept_with_tasks_of_different_strengths(dtype: torch.dtype, storage: str | None) -> None:
+    _, memory = remembered(dtype)
+    memory.strength = 3.0
+    memory.consolidate([task(2, dtype)], progress=False)
+    memory.compress(max_bytes=8000, storage_dtype=storage)
+    stored = [tensor.nbytes for held in memory.posterior.held.values() for tensor in held.precision.tensors().values()]
+    assert 4000 < sum(stored) <= 8000
+
+
+def test_blocks_without_a_task_are_truncated_when_they_get_one(tmp_path: Path) -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.first, self.second = nn.Linear(12, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+            self.old = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = (self.first if self.old else self.second)(torch.tanh(self.body(x)))
+            return found
+
+    torch.manual_seed(0)
+    model = TwoHeads().double()
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate([task(1)], progress=False)
+    memory.compress(energy=0.8)
+    rank = memory.posterior.structure.rank
+    assert rank is not None and rank < 12
+    memory.save(tmp_path / "memory.safetensors", base="owner/model")
+    assert limpet.load(tmp_path / "memory.safetensors", model).tasks == 1
+    model.old = False
+    memory.consolidate([task(2)], progress=False)
+    assert "of rank" in described(memory.posterior.held["second"].precision)
+
+
+def test_a_group_of_small_curvature_is_no_product_because_others_are() -> None:
+    start = Kronecker.start(torch.Size((2, 5, 6)), 0.0, torch.zeros((), dtype=torch.float64), rank=2)
+    scales = torch.tensor([1.0, 1e-6], dtype=torch.float64).reshape(2, 1, 1)
+
+    def term(seed: int) -> KroneckerTerm:
+        roots = [
+            torch.randn(n, n, generator=torch.Generator().manual_seed(seed + n), dtype=torch.float64) for n in (6, 5)
+        ]
+        q, h = (root @ root.mT for root in roots)
+        same = [torch.eye(n, dtype=torch.float64) for n in (6, 5)]
+        return KroneckerTerm(torch.stack([same[0], q]), torch.stack([same[1], h]) * scales)
+
+    precision = start.add(term(0), 1.0).add(term(1), 1.0)
+    assert "eigenvalues" in precision.tensors()

@@ -118,6 +118,8 @@ def consolidate_command(
     _choice("--dtype", dtype, ("float32", "bfloat16"))
     _choice("--structure", structure, (None, *STRUCTURES))
     _choice("--storage-dtype", storage_dtype, (None, *DTYPES) if rank is None else (None, *DTYPES, EIGHT_BITS))
+    if rank is not None and structure not in (None, "kronecker"):
+        raise LimpetError(f"--rank truncates Kronecker factors, but --structure is {structure}: omit one of them")
     if bool(data) == (self_samples is not None):
         raise LimpetError(
             "pass either --data (text the model should retain) or --self-samples (e.g. --self-samples 12000)"

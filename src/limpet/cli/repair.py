@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from limpet.cli.base import app, console
-from limpet.cli.memories import needed
+from limpet.cli.memories import _choice, needed
 from limpet.errors import LimpetError
 
 Base = Annotated[
@@ -194,19 +194,31 @@ def compress_command(
     Examples:
     limpet compress memory.safetensors --model HuggingFaceTB/SmolLM2-135M-Instruct --rank 128 -o small.safetensors
     """
+    import limpet
+    from limpet.methods.compress import Target
+
     _, checkpoints = _ready(dtype)
-    network = checkpoints.read_base(model, dtype, device)
-    own = _loaded(memory, network, revision, sha256)
+    _choice("--storage-dtype", storage_dtype, ("float32", "float16", "bfloat16", "int8"))
+    if sum(given is not None for given in (rank, energy, max_bytes)) != 1:
+        raise LimpetError("pass exactly one of --rank, --energy and --max-bytes")
+    if not out.parent.is_dir():
+        raise LimpetError(f"there is no folder {out.parent} to save {out.name} in: create it first")
+    kind = None if storage_dtype == "float32" else storage_dtype
     try:
-        ranks = own.compress(
-            rank=rank,
-            energy=energy,
-            max_bytes=max_bytes,
-            storage_dtype=None if storage_dtype == "float32" else storage_dtype,
-        )
+        Target(rank, energy, None, max_bytes, kind)
     except ValueError as error:
         raise LimpetError(str(error)) from error
-    own.save(out, base=None if with_weights else model)
+    network = checkpoints.read_base(model, dtype, device)
+    own = _loaded(memory, network, revision, sha256)
+    if not isinstance(own, limpet.OnlineLaplace | limpet.PerTaskLaplace | limpet.ApproximateLaplace):
+        raise LimpetError(f"{memory} is of method {own.method}, which has no Kronecker factors to truncate")
+    ranks = own.compress(rank=rank, energy=energy, max_bytes=max_bytes, storage_dtype=kind)
+    try:
+        own.save(out, base=None if with_weights else model)
+    except LimpetError as error:
+        if with_weights:
+            raise
+        raise LimpetError(f"{error}. With --with-weights the file contains the mean") from error
     chosen = sorted({each for pair in ranks.values() for each in pair})
     console.print(
         f"{out}: {out.stat().st_size / 1e6:.1f} MB, {len(ranks)} blocks of ranks {chosen[0]} to {chosen[-1]}",

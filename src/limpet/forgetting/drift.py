@@ -59,7 +59,7 @@ class Drift(float):
 
     @classmethod
     def pooled(cls, mean: float, standard_error: float, examples: int) -> Drift:
-        """Make a drift from its mean and standard error, as of several ranks.
+        """Make a drift from its mean and standard error, such as one combined over ranks.
 
         Args:
             mean: The mean, in nats per example or predicted token.
@@ -75,7 +75,7 @@ class Drift(float):
 
     @property
     def upper(self) -> float:
-        """Upper end of the one-sided 95 % confidence interval, mean + 1.64 standard errors; the mean of one example."""
+        """Upper end of the one-sided 95 % confidence interval: mean + 1.64 standard errors, or the mean of one example."""
         return float(self) if math.isnan(self.standard_error) else float(self) + CONFIDENCE * self.standard_error
 
     def __getnewargs__(self) -> tuple[Any, ...]:

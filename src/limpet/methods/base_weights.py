@@ -23,7 +23,7 @@ from limpet.posterior import Posterior
 
 
 def sha256_of(weight: Tensor) -> str:
-    """Return the SHA-256 of a weight in float32, or wider if it is wider.
+    """Return the SHA-256 of a weight in float32, or in float64 if float32 does not have its values.
 
     Args:
         weight: The weight.
@@ -31,7 +31,9 @@ def sha256_of(weight: Tensor) -> str:
     Returns:
         The hexadecimal digest.
     """
-    return hashlib.sha256(raw_bytes(weight.to(torch.promote_types(weight.dtype, torch.float32)))).hexdigest()
+    narrow = weight.float()
+    exact = weight.dtype != torch.float64 or torch.equal(narrow.double(), weight)
+    return hashlib.sha256(raw_bytes(narrow if exact else weight)).hexdigest()
 
 
 def without_means(state: State, posterior: Posterior, base: str) -> State:
@@ -52,6 +54,8 @@ def without_means(state: State, posterior: Posterior, base: str) -> State:
     metadata, tensors = json.loads(state["metadata"]), dict(state["tensors"])
     entries = {entry["name"]: entry for entry in metadata["blocks"]}
     for name, held in posterior.held.items():
+        if not held.tasks:
+            continue  # its mean is that of the prior
         matrix = held.block.gather(weights).detach()
         if not torch.equal(matrix.to(held.mean), held.mean):
             raise LimpetError(
@@ -59,7 +63,8 @@ def without_means(state: State, posterior: Posterior, base: str) -> State:
                 "weight: save right after consolidating the published model, or omit base="
             )
         entry = entries[name]
-        entry["base"] = {parameter: sha256_of(weights[parameter].detach()) for parameter in held.block.parameters}
+        digests = {parameter: sha256_of(weights[parameter].detach()) for parameter in held.block.parameters}
+        entry["base"] = {"name": base, "sha256": digests}
         entry["mean_square"] = float(held.mean.double().square().mean())
         entry["tensors"] = [key for key in entry["tensors"] if key != "mean"]
         del tensors[f"{name}/mean"]
@@ -69,18 +74,17 @@ def without_means(state: State, posterior: Posterior, base: str) -> State:
 
 def names_its_base(state: State) -> bool:
     """Whether a state has the checksums of published weights instead of a mean."""
-    settings = json.loads(state["metadata"]).get("settings", {})
-    return isinstance(settings, dict) and "base" in settings
+    found = json.loads(state["metadata"])
+    return isinstance(found, dict) and any("base" in entry for entry in found.get("blocks", ()))
 
 
-def mean_from_model(block: Block, expected: Mapping[str, Any], weights: Mapping[str, Tensor], base: object) -> Tensor:
+def mean_from_model(block: Block, base: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Tensor:
     """Return the mean of a block of which a file has only the checksums.
 
     Args:
         block: The block.
-        expected: The SHA-256 of each of its parameters.
+        base: Name of the published model, and the SHA-256 of each parameter of the block.
         weights: The parameters of the model, by name.
-        base: Name of the published model.
 
     Returns:
         A copy of the weights, in the shape of the block.
@@ -89,10 +93,11 @@ def mean_from_model(block: Block, expected: Mapping[str, Any], weights: Mapping[
         MemoryFileError: If a parameter is not the published one.
     """
     for parameter in block.parameters:
-        if sha256_of(weights[parameter].detach()) != expected[parameter]:
+        if sha256_of(weights[parameter].detach()) != base["sha256"][parameter]:
             raise MemoryFileError(
-                f"this file has no weights of its own, and {parameter} of the model is not that of {base}: load the "
-                "memory into the published model, or pass it as limpet.load(path, model, base=published)"
+                f"this file has no weights of its own, and {parameter} of the model is not that of {base['name']}: "
+                "load the memory into the published model, in the dtype that it was consolidated in, or pass that model as "
+                "limpet.load(path, model, base=published)"
             )
     matrix = block.gather(weights).detach()
     return matrix.to(torch.promote_types(matrix.dtype, torch.float32), copy=True)

@@ -19,17 +19,15 @@ from limpet.posterior import Posterior
 from limpet.precision import Kronecker
 from limpet.precision.basis import Basis
 from limpet.precision.linalg import widened
-from limpet.precision.storage import Storage
-
-BYTES = {None: 4, "float16": 2, "bfloat16": 2, "int8": 1}
-"""Bytes of a number of an eigenvector, by storage dtype; bases are used in float32."""
+from limpet.precision.storage import EIGHT_BITS, Storage
+from limpet.precision.truncated_basis import TruncatedBasis
 
 UNITS = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
 
 @dataclass(frozen=True)
 class Target:
-    """How small a memory shall be. Exactly one of the first four is given.
+    """How small a memory should be. Exactly one of the first four is given.
 
     Args:
         rank: Number of eigenvectors of every factor.
@@ -57,6 +55,8 @@ class Target:
             positive_whole("rank", self.rank)
         if self.energy is not None and not 0 < finite_number("energy", self.energy) <= 1:
             raise ValueError(f"energy must be in (0, 1], not {self.energy}: it is a part of the trace of each factor")
+        if self.max_bytes is not None:
+            parsed_bytes(self.max_bytes)
         Storage(self.storage_dtype)
 
 
@@ -65,10 +65,11 @@ def compress(posterior: Posterior, target: Target) -> dict[str, tuple[int, int]]
 
     Args:
         posterior: The posterior of the memory.
-        target: How small it shall be.
+        target: How small it should be.
 
     Returns:
-        The ranks of the input and output factor of every block with Kronecker factors.
+        The ranks of the input and output factor of every block with Kronecker factors; of factors that are not
+        truncated, their size.
 
     Raises:
         UnsupportedError: If the memory has another structure.
@@ -87,20 +88,31 @@ def compress(posterior: Posterior, target: Target) -> dict[str, tuple[int, int]]
     if not blocks:
         raise LimpetError("this memory has no Kronecker factors yet: call memory.consolidate(...) first")
     rest = Storage(target.storage_dtype, posterior.structure.rest.offload)
-    ranks = _ranks(blocks, target)
-    made = {name: precision.truncate(*ranks[name], rest) for name, precision in blocks.items()}
+    chosen = _ranks(blocks, target)
+    made = {name: precision.truncate(*chosen[name], rest) for name, precision in blocks.items()}
+    found = {name: (_rank_of(each.inputs), _rank_of(each.outputs)) for name, each in made.items()}
+    cut = [each.rank for one in made.values() for each in (one.inputs, one.outputs) if isinstance(each, TruncatedBasis)]
+    # for blocks without a task yet, and for methods that measure all tasks again
+    posterior.structure = replace(posterior.structure, rest=rest, rank=max(cut, default=target.rank))
     posterior.held = {
-        name: replace(held, precision=made[name]) if name in made else held for name, held in posterior.held.items()
+        name: replace(held, precision=made[name])
+        if name in made
+        else (held if held.tasks else posterior.without_tasks(held))
+        for name, held in posterior.held.items()
     }
-    posterior.structure = replace(posterior.structure, rest=rest, rank=target.rank)
-    return ranks
+    return found
+
+
+def _rank_of(basis: Basis) -> int:
+    """The rank of a truncated basis, or the size of a complete one."""
+    return basis.rank if isinstance(basis, TruncatedBasis) else sum(basis.sizes)
 
 
 def _ranks(blocks: Mapping[str, Kronecker], target: Target) -> dict[str, tuple[int, int]]:
     """Choose the ranks of every block."""
     if target.rank is not None:
         return dict.fromkeys(blocks, (target.rank, target.rank))
-    held = {name: (_held(block.inputs), _held(block.outputs)) for name, block in blocks.items()}
+    held = {name: (_energies(block.inputs), _energies(block.outputs)) for name, block in blocks.items()}
 
     def at(energy: float) -> dict[str, tuple[int, int]]:
         return {name: (_rank(q, energy), _rank(h, energy)) for name, (q, h) in held.items()}
@@ -112,7 +124,7 @@ def _ranks(blocks: Mapping[str, Kronecker], target: Target) -> dict[str, tuple[i
     else:
         weights = sum(precision.shape.numel() for precision in blocks.values())
         limit = weights * finite_number("bytes_per_weight", target.bytes_per_weight)
-    products = {name: block.separable() is not None for name, block in blocks.items()}
+    products = {n: block.values.mixed is None and block.separable() is not None for n, block in blocks.items()}
 
     def size(ranks: Mapping[str, tuple[int, int]]) -> float:
         return sum(
@@ -134,7 +146,7 @@ def _ranks(blocks: Mapping[str, Kronecker], target: Target) -> dict[str, tuple[i
     return at(low)
 
 
-def _held(basis: Basis) -> Tensor:
+def _energies(basis: Basis) -> Tensor:
     """Return the part of the trace that the 1, 2, ... largest eigenvalues hold: the smallest over the groups."""
     trace = widened(basis.trace)
     total = basis.spread(trace).sum(-1, keepdim=True).clamp_min(torch.finfo(trace.dtype).tiny)
@@ -161,18 +173,21 @@ def stored_bytes(block: Kronecker, ranks: tuple[int, int], storage_dtype: str | 
         The number of bytes.
     """
     total, lengths, small = 0, [], False
+    width = block.values.plain.element_size()
+    complete = Storage(storage_dtype).of_complete
+    own = {None: width, EIGHT_BITS: 1}.get(storage_dtype, 2)
     for basis, rank in zip((block.inputs, block.outputs), ranks, strict=True):
         size = sum(basis.sizes)
         known = min(rank, basis.length - 1)  # of a basis that is truncated already
         cut = len(basis.sizes) == 1 and not basis.diagonal and known < size - 1
         if cut:
-            total += size * known * BYTES[storage_dtype] + (4 * known if storage_dtype == "int8" else 0)
+            total += size * known * own + (4 * known if storage_dtype == EIGHT_BITS else 0)
         elif not basis.diagonal:
-            total += sum(part**2 for part in basis.sizes) * max(BYTES[storage_dtype], 2)
+            total += sum(part**2 for part in basis.sizes) * (width if complete is None else complete.itemsize)
         lengths.append(known + 1 if cut else size)
         small |= cut
-    values = 0 if product and small else lengths[0] * lengths[1]
-    return block.shape[:-2].numel() * (total + 4 * (sum(lengths) + values))
+    values = 0 if product and small else lengths[0] * lengths[1] * (1 if block.values.mixed is None else 2)
+    return block.shape[:-2].numel() * (total + width * (sum(lengths) + values))
 
 
 def parsed_bytes(given: float | str) -> float:
@@ -193,7 +208,7 @@ def parsed_bytes(given: float | str) -> float:
     """
     if not isinstance(given, str):
         return finite_number("max_bytes", given)
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", given)
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([a-zA-Z]*)\s*", given)
     if found is None or found[2].lower() not in UNITS:
         raise ValueError(f'max_bytes is {given!r}, expected a number of bytes or a text such as "4GB"')
     return finite_number("max_bytes", float(found[1])) * UNITS[found[2].lower()]

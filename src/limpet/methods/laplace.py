@@ -110,9 +110,9 @@ class Laplace(Memory):
         max_factor_size: Largest Kronecker factor that is stored as one matrix. A longer side of a block keeps its
             factor as a block-diagonal matrix of up to seven equal blocks, a still longer one (a vocabulary) as a
             diagonal. Formerly `max_side`.
-        storage_dtype: Data type in which the eigenbases of the Kronecker structure are stored, "float16" or
-            "bfloat16", at half the memory. They are converted when their block is used. By default they are stored in
-            the data type they are used in. Formerly `at_rest`.
+        storage_dtype: Data type in which the eigenbases of the Kronecker structure are stored: "float16" or
+            "bfloat16", at half the memory, or with `rank` also "int8". They are converted when their block is used. By
+            default they are stored in the data type they are used in. Formerly `at_rest`.
         offload: Store the eigenbases in host memory. They are moved to the device when their block is used.
         rank: Number of eigenvectors to keep of each Kronecker factor; the other eigenvalues are replaced by their mean.
             Besides its mean, a layer then takes rank (in + out) + 3 rank^2 numbers instead of in^2 + out^2 + in out. By

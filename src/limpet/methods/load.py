@@ -76,6 +76,7 @@ def load(
         <OnlineLaplace structure='kronecker' strength=1 tasks=1 examples=20 bytes=168>
     """
     from limpet.methods.base_weights import names_its_base
+    from limpet.methods.state_dict import rejecting_damage
 
     if sha256 is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
         raise ValueError(f"sha256 must consist of 64 hexadecimal digits, not {sha256!r}")
@@ -85,7 +86,9 @@ def load(
             state = _read(path, revision, sha256)
         except OSError as error:
             raise MemoryFileError(f"{path} cannot be read: {error.strerror}") from error
-        if base is not None and names_its_base(state):
+        with rejecting_damage():
+            named = names_its_base(state)
+        if base is not None and named:
             published = restored(state, base if isinstance(base, nn.Module) else base(), likelihood)
             assert isinstance(published, Memory)
             state = published._state()

@@ -33,7 +33,7 @@ from limpet.model import Block, Forward, discover, plain, unwrapped
 from limpet.posterior import PRIOR_MEANS, Posterior
 from limpet.posterior.sharding import reject_sharded
 from limpet.precision import STRUCTURES, Kronecker
-from limpet.precision.storage import Storage
+from limpet.precision.storage import EIGHT_BITS, Storage
 
 if TYPE_CHECKING:  # imported lazily at run time, to keep `import limpet` fast
     from limpet.forgetting.budget import Budget
@@ -116,6 +116,8 @@ class Memory(ABC):
             raise ValueError(f"structure must be one of {', '.join(STRUCTURES)}, not {structure!r}")
         if rank is not None and structure != "kronecker":
             raise ValueError(f"rank= truncates Kronecker factors: use structure='kronecker', not {structure!r}")
+        if storage_dtype == EIGHT_BITS and rank is None:
+            raise ValueError("storage_dtype='int8' is for truncated factors: pass rank= as well")
         if prior_mean not in PRIOR_MEANS:
             raise ValueError(f"prior_mean must be one of {', '.join(PRIOR_MEANS)}, not {prior_mean!r}")
         prior_precision = limited_number("prior_precision", prior_precision)
@@ -356,8 +358,8 @@ class Memory(ABC):
         precisions = [held.precision for held in self.posterior.held.values()]
         if any(isinstance(precision, Kronecker) and precision.rounded for precision in precisions):
             raise UnsupportedError(
-                "budget= needs orthonormal eigenbases, but storage_dtype= rounds complete ones: omit storage_dtype=, "
-                "or truncate them with rank="
+                "budget= needs orthonormal eigenbases, but those that are stored in fewer digits and not truncated "
+                "(of small layers too) are not: omit storage_dtype=, or compress with storage_dtype=None"
             )
         return Budget(self.history, float(budget))
 

@@ -150,9 +150,13 @@ def _measures(memory: Repairable, held_out: list[Any], fisher: Fisher, options: 
         found, ranks = memory.drift(forward=options.probe_forward), current()
         if ranks is None:
             return found
-        n = found.examples  # every rank has its own probe
-        total, squares, examples = ranks.numbers(float(found) * n, (found.standard_error * n) ** 2, n)
-        return Drift.pooled(total / examples, math.sqrt(squares) / examples, int(examples))
+        told = ranks.gather((float(found), found.standard_error, found.examples), "drift")
+        if len(set(map(repr, told))) == 1:  # all ranks have loaded the same probe
+            return found
+        examples = sum(n for _, _, n in told)
+        errors = [error * n for _, error, n in told if not math.isnan(error)]  # unknown for a single example
+        mean = sum(drift * n for drift, _, n in told) / examples
+        return Drift.pooled(mean, math.hypot(*errors) / examples if errors else math.nan, examples)
 
     if not math.isfinite(loss()):  # before any weight moves, so that sampled targets come from the tuned model
         raise LimpetError("the loss on the new data is not finite: check the data for inf, nan or missing targets")

@@ -242,6 +242,8 @@ def restore(
         _compare(metadata["blocks"], posterior)
         by_parameters = {block.parameters: block for block in blocks}
         kept = blocks if sharding is None else sharding.settle(blocks, posterior.structure)
+        weights = posterior.weights()  # a collective if the model is sharded
+        base_weights = weights if sharding is not None else posterior.parameters()
         tensors = Untaken(content.tensors)
         held: dict[str, BlockPosterior] = {}
         for entry in metadata["blocks"]:
@@ -252,13 +254,12 @@ def restore(
                     "but the model uses them differently: load it into a model with the original architecture"
                 )
             if block in kept:
-                held[block.name] = _restore_block(entry, block, tensors, posterior, metadata["settings"].get("base"))
+                held[block.name] = _restore_block(entry, block, tensors, posterior, base_weights)
             else:
                 tensors.leave(f"{entry['name']}/")
         proximal = _restore_proximal(metadata["proximal"], tensors, posterior)
         if proximal is not None:
             check_proximal(proximal, held.values())
-        weights = posterior.weights()
         for block in kept:
             held.setdefault(block.name, posterior.start(block, weights))
         extra = {key.removeprefix("extra/"): tensors.take(key) for key in tensors.under("extra/")}
@@ -325,7 +326,7 @@ class Untaken:
 
 
 def _restore_block(
-    entry: Mapping[str, Any], block: Block, tensors: Untaken, posterior: Posterior, base: object
+    entry: Mapping[str, Any], block: Block, tensors: Untaken, posterior: Posterior, weights: Mapping[str, Tensor]
 ) -> BlockPosterior:
     weight = posterior.parameters()[block.parameters[0]]
     dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -338,7 +339,7 @@ def _restore_block(
         return finite(f"{prefix}{key}", tensor.to(weight.device, dtype))  # after the conversion, which may overflow
 
     tensors.expect(*(prefix + key for key in entry.get("tensors", ())))  # files from before 0.1 do not list them
-    mean = take("mean") if "base" not in entry else mean_from_model(block, entry["base"], posterior.parameters(), base)
+    mean = take("mean") if "base" not in entry else mean_from_model(block, entry["base"], weights)
     linear_term = take("slope") if tensors.under(f"{prefix}slope") else None
     for name, tensor in (("mean", mean), ("slope", linear_term)):
         if tensor is not None and tensor.shape != block.shape:
@@ -404,8 +405,10 @@ def _described(state: State) -> dict[str, Any]:
 
 def _version(described: Mapping[str, Any]) -> int:
     """The format version: 2 if factors are truncated or means are not stored, which version 1 does not have."""
-    blocks = described.get("blocks", ())
-    new = any("base" in block or any(key.endswith("_rank") for key in block["precision"]) for block in blocks)
+    new = "rank" in described["settings"] or any(
+        "base" in block or any(key.endswith("_rank") for key in block["precision"])
+        for block in described.get("blocks", ())
+    )
     return 2 if new else 1
 
 

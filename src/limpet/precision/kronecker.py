@@ -203,8 +203,11 @@ class Kronecker(Precision):
     def _as_product(self) -> Self:
         """Return a truncated precision of one task, or of equal ones, with the eigenvalues that its traces give."""
         found = self._product()
-        plain = self.values.plain
-        if found is None or float((found - plain).norm()) > SEPARABLE * float(plain.norm()):
+        if found is None:
+            return self
+        plain = widened(self.values.plain)
+        gap, size = ((widened(found) - plain).norm(dim=(-2, -1)), plain.norm(dim=(-2, -1)))
+        if not bool((gap <= SEPARABLE * size).all()):
             return self
         return replace(self, values=replace(self.values, plain=found))
 

@@ -16,7 +16,7 @@ scale per column: an eigenvector then changes by about 1 % of its length.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Reflections:
 
     Args:
         vectors: V (..., n, r), as stored.
-        triangle: T (..., r, r), in the dtype of use or wider.
+        triangle: T (..., r, r), in float32 or wider.
         transposed: Whether this is Q^T instead of Q.
         scale: Scales (..., 1, r) of the columns of V, if it is stored in 8 bits.
 
@@ -110,27 +110,33 @@ class Reflections:
     @property
     def mT(self) -> Reflections:  # noqa: N802
         """The transpose, named as in `torch.Tensor`."""
-        return Reflections(self.vectors, self.triangle, not self.transposed)
+        return replace(self, transposed=not self.transposed)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.vectors.dtype if self.scale is None else self.scale.dtype
 
     @property
     def _middle(self) -> Tensor:
         return self.triangle.mT if self.transposed else self.triangle
 
     def __matmul__(self, x: Tensor) -> Tensor:
-        return x - self.vectors @ (self._middle @ (self.vectors.mT @ x))
+        v = _unpacked(self.vectors, self.scale)
+        return x - v @ (self._middle @ (v.mT @ x))
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
-        return x - ((x @ self.vectors) @ self._middle) @ self.vectors.mT
+        v = _unpacked(self.vectors, self.scale)
+        return x - ((x @ v) @ self._middle) @ v.mT
 
     def first(self) -> Tensor:
         """Return the first r columns of Q: the eigenvectors that were completed."""
-        unit = torch.eye(*self.vectors.shape[-2:], dtype=self.vectors.dtype, device=self.vectors.device)
+        unit = torch.eye(*self.vectors.shape[-2:], dtype=self._dtype, device=self.vectors.device)
         return self @ unit.expand_as(self.vectors)
 
     def dense(self) -> Tensor:
         """Return Q with all its entries."""
         n = self.vectors.shape[-2]
-        identity = torch.eye(n, dtype=self.vectors.dtype, device=self.vectors.device)
+        identity = torch.eye(n, dtype=self._dtype, device=self.vectors.device)
         return self @ identity.expand(*self.vectors.shape[:-2], n, n)
 
     def square(self) -> Tensor:

@@ -185,6 +185,18 @@ def with_rest(values: Tensor, total: Tensor, count: int) -> Tensor:
     return torch.cat([values, rest.unsqueeze(-1)], -1)
 
 
+def _orthonormal(basis: Basis) -> list[Tensor]:
+    """Return the blocks of a complete basis in the dtype of use, orthonormal again if they were rounded."""
+    assert basis.columns is not None
+    found = []
+    for part in pieces(basis.columns):
+        if basis.rounded:
+            q, r = torch.linalg.qr(widened(part))
+            part = (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).to(part.device, part.dtype)
+        found.append(part.contiguous())
+    return found
+
+
 def truncated(basis: Basis, rank: int, rest: Storage) -> tuple[Basis, Tensor | None]:
     """Truncate a basis to its largest eigenvalues.
 
@@ -204,7 +216,7 @@ def truncated(basis: Basis, rank: int, rest: Storage) -> tuple[Basis, Tensor | N
         if isinstance(basis.vectors, Reflections):
             complete = basis.vectors.to(basis.trace.device, basis.trace.dtype)
             return replace(basis, rest=rest, vectors=complete.laid(rest)), None
-        return replace(basis, rest=rest, vectors=joined([rest.lay(part) for part in pieces(basis.vectors)])), None
+        return replace(basis, rest=rest, vectors=joined([rest.lay(part) for part in _orthonormal(basis)])), None
     trace, count = widened(basis.trace), basis.sizes[0] - rank
     old = basis.columns
     assert old is not None
