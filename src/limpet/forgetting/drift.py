@@ -75,7 +75,7 @@ class Drift(float):
 
     @property
     def upper(self) -> float:
-        """Upper end of the one-sided 95 % confidence interval: mean + 1.64 standard errors, or the mean of one example."""
+        """Upper end of the one-sided 95 % confidence interval: mean + 1.64 standard errors (0 for one example)."""
         return float(self) if math.isnan(self.standard_error) else float(self) + CONFIDENCE * self.standard_error
 
     def __getnewargs__(self) -> tuple[Any, ...]:

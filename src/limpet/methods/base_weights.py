@@ -96,8 +96,8 @@ def mean_from_model(block: Block, base: Mapping[str, Any], weights: Mapping[str,
         if sha256_of(weights[parameter].detach()) != base["sha256"][parameter]:
             raise MemoryFileError(
                 f"this file has no weights of its own, and {parameter} of the model is not that of {base['name']}: "
-                "load the memory into the published model, in the dtype that it was consolidated in, or pass that model as "
-                "limpet.load(path, model, base=published)"
+                "load the memory into the published model, in the dtype that it was consolidated in, or pass that "
+                "model as limpet.load(path, model, base=published)"
             )
     matrix = block.gather(weights).detach()
     return matrix.to(torch.promote_types(matrix.dtype, torch.float32), copy=True)
