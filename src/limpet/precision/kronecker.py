@@ -167,7 +167,7 @@ class Kronecker(Precision):
         outputs, carry_out, h_values = self.outputs.take(h, weight * q_trace.unsqueeze(-1))
 
         fresh = (h_values.unsqueeze(-1) * q_values.unsqueeze(-2)).clamp_min(0)
-        values = self.values.add(fresh, strength, lambda old: _both_sides(carry_out, old, carry_in))
+        values = self.values.add(fresh, strength, _both_sides(carry_out, carry_in))
         return replace(self, inputs=inputs, outputs=outputs, values=values)._as_product()
 
     def scale(self, factor: float) -> Self:
@@ -197,7 +197,7 @@ class Kronecker(Precision):
         rest = self.inputs.rest if rest is None else rest
         columns, carry_in = truncated(self.inputs, inputs, rest)
         rows, carry_out = truncated(self.outputs, outputs, rest)
-        values = self.values.carried(lambda old: _both_sides(carry_out, old, carry_in))
+        values = self.values.carried(_both_sides(carry_out, carry_in))
         return replace(self, inputs=columns, outputs=rows, values=values)._as_product()
 
     def _as_product(self) -> Self:
@@ -411,7 +411,11 @@ class Kronecker(Precision):
         return cls(shape, prior, inputs, outputs, WeightedSum.restore("eigenvalues", tensors, strength))
 
 
-def _both_sides(left: Matrix | None, values: Tensor, right: Matrix | None) -> Tensor:
-    """Return left values right^T; None is the identity."""
-    values = values if left is None else left @ values
-    return values if right is None else values @ right.mT
+def _both_sides(left: Matrix | None, right: Matrix | None) -> Callable[[Tensor], Tensor]:
+    """Return the map from values to left values right^T; None is the identity."""
+
+    def carry(values: Tensor) -> Tensor:
+        values = values if left is None else left @ values  # the old ones are freed here
+        return values if right is None else values @ right.mT
+
+    return carry
