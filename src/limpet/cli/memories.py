@@ -115,9 +115,9 @@ def consolidate_command(
     torch = needed("torch")
     from limpet.integrations import checkpoints
 
-    _choice("--dtype", dtype, ("float32", "bfloat16"))
-    _choice("--structure", structure, (None, *STRUCTURES))
-    _choice("--storage-dtype", storage_dtype, (None, *DTYPES) if rank is None else (None, *DTYPES, EIGHT_BITS))
+    check_choice("--dtype", dtype, ("float32", "bfloat16"))
+    check_choice("--structure", structure, (None, *STRUCTURES))
+    check_choice("--storage-dtype", storage_dtype, (None, *DTYPES) if rank is None else (None, *DTYPES, EIGHT_BITS))
     if rank is not None and structure not in (None, "kronecker"):
         raise LimpetError(f"--rank truncates Kronecker factors, but --structure is {structure}: omit one of them")
     if bool(data) == (self_samples is not None):
@@ -128,8 +128,7 @@ def consolidate_command(
         raise LimpetError("--prompts and --chat only apply to --self-samples: add --self-samples, or remove them")
     if prompts and chat:
         raise LimpetError("--prompts and --chat both define how samples start: pass only one of them")
-    if not out.parent.is_dir():
-        raise LimpetError(f"there is no folder {out.parent} to save {out.name} in: create it first")
+    check_folder(out)
     with ExitStack() as stack:
         first = stack.enter_context(distributed.launched())
         if first:  # for all ranks: they write the same checkpoint and memory
@@ -172,7 +171,13 @@ def consolidate_command(
     console.print(f"{out}: {memory.nbytes / 1e6:.1f} MB; section for the model card written to {page}", highlight=False)
 
 
-def _choice(option: str, value: str | None, allowed: Collection[str | None]) -> None:
+def check_folder(out: Path) -> None:
+    """Raise an error if the folder of an output file does not exist, before anything is computed for it."""
+    if not out.parent.is_dir():
+        raise LimpetError(f"there is no folder {out.parent} to save {out.name} in: create it first")
+
+
+def check_choice(option: str, value: str | None, allowed: Collection[str | None]) -> None:
     """Raise an error if the value of an option is not one of those allowed."""
     if value not in allowed:
         raise LimpetError(f"{option} must be one of {', '.join(name for name in allowed if name)}, not {value!r}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from limpet.cli.base import app, console
-from limpet.cli.memories import _choice, needed
+from limpet.cli.memories import check_choice, check_folder, needed
 from limpet.errors import LimpetError
 
 Base = Annotated[
@@ -152,8 +151,8 @@ def drift_command(
     """
     _, checkpoints = _ready(dtype)
     network = checkpoints.read_tuned(model, tuned, dtype, device)
-    own = _loaded(memory, network, revision, sha256, lambda: checkpoints.read_base(model, dtype, device))
     before = checkpoints.read_base(model, dtype, device)
+    own = _loaded(memory, network, revision, sha256, before)
     found = own.drift(reference=before, blocks=layers > 0)
     console.print(
         f"drift: {float(found):.4f} +- {found.standard_error:.4f} nats per token, on {found.examples} sequences",
@@ -198,11 +197,10 @@ def compress_command(
     from limpet.methods.compress import Target
 
     _, checkpoints = _ready(dtype)
-    _choice("--storage-dtype", storage_dtype, ("float32", "float16", "bfloat16", "int8"))
+    check_choice("--storage-dtype", storage_dtype, ("float32", "float16", "bfloat16", "int8"))
     if sum(given is not None for given in (rank, energy, max_bytes)) != 1:
         raise LimpetError("pass exactly one of --rank, --energy and --max-bytes")
-    if not out.parent.is_dir():
-        raise LimpetError(f"there is no folder {out.parent} to save {out.name} in: create it first")
+    check_folder(out)
     kind = None if storage_dtype == "float32" else storage_dtype
     try:
         Target(rank, energy, None, max_bytes, kind)
@@ -226,9 +224,7 @@ def compress_command(
     )
 
 
-def _loaded(
-    memory: str, network: Any, revision: str | None, sha256: str | None, base: Callable[[], Any] | None = None
-) -> Any:
+def _loaded(memory: str, network: Any, revision: str | None, sha256: str | None, base: Any = None) -> Any:
     """Load a memory; options that do not fit are reported like other errors."""
     import limpet
 

@@ -17,6 +17,7 @@ from limpet.curvature.accumulators import (
 from limpet.model.blocks import Block
 from limpet.precision.block_diagonal import cut
 from limpet.precision.storage import AS_USED, Storage
+from limpet.precision.truncated_basis import is_truncated
 
 MOST_PIECES = 7
 """Largest number of diagonal blocks that a factor is split into.
@@ -80,11 +81,9 @@ class Structure:
         *groups, out, in_ = block.shape
         vectors, values = 0, 1
         for side, length in (("inputs", in_), ("outputs", out)):
-            sizes = sides[f"{side}_sizes"] or (length,)
-            kept = self.rank if self.rank is not None and len(sizes) == 1 and self.rank < length - 1 else None
-            if sides[f"{side}_diagonal"]:
-                kept = None
-            else:
+            sizes, diagonal = sides[f"{side}_sizes"] or (length,), sides[f"{side}_diagonal"]
+            kept = self.rank if is_truncated(sizes, diagonal, self.rank) else None
+            if not diagonal:
                 vectors += sum(size * (kept or size) for size in sizes)
             values *= length if kept is None else kept + 1
         return weights + math.prod(groups) * (values + out + in_ + vectors)

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from limpet.curvature.progress import Progress
 from limpet.errors import LimpetError, UnsupportedError, finite_number, positive_whole
 from limpet.posterior import Posterior
 from limpet.precision import Kronecker
 from limpet.precision.basis import Basis
 from limpet.precision.linalg import widened
 from limpet.precision.storage import EIGHT_BITS, Storage
-from limpet.precision.truncated_basis import TruncatedBasis
+from limpet.precision.truncated_basis import TruncatedBasis, is_truncated
 
 UNITS = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
@@ -60,12 +61,13 @@ class Target:
         Storage(self.storage_dtype)
 
 
-def compress(posterior: Posterior, target: Target) -> dict[str, tuple[int, int]]:
+def compress(posterior: Posterior, target: Target, *, progress: bool = True) -> dict[str, tuple[int, int]]:
     """Truncate the factors of all blocks, in place.
 
     Args:
         posterior: The posterior of the memory.
         target: How small it should be.
+        progress: Whether to show a progress bar if this takes long.
 
     Returns:
         The ranks of the input and output factor of every block with Kronecker factors; of factors that are not
@@ -89,7 +91,14 @@ def compress(posterior: Posterior, target: Target) -> dict[str, tuple[int, int]]
         raise LimpetError("this memory has no Kronecker factors yet: call memory.consolidate(...) first")
     rest = Storage(target.storage_dtype, posterior.structure.rest.offload)
     chosen = _ranks(blocks, target)
-    made = {name: precision.truncate(*chosen[name], rest) for name, precision in blocks.items()}
+    made: dict[str, Kronecker] = {}
+    bar = Progress(len(blocks), show=progress, label="limpet: compress", unit="blocks")
+    try:
+        for name, precision in blocks.items():
+            made[name] = precision.truncate(*chosen[name], rest)
+            bar.update(1)
+    finally:
+        bar.close()
     found = {name: (_rank_of(each.inputs), _rank_of(each.outputs)) for name, each in made.items()}
     cut = [each.rank for one in made.values() for each in (one.inputs, one.outputs) if isinstance(each, TruncatedBasis)]
     # for blocks without a task yet, and for methods that measure all tasks again
@@ -179,7 +188,7 @@ def stored_bytes(block: Kronecker, ranks: tuple[int, int], storage_dtype: str | 
     for basis, rank in zip((block.inputs, block.outputs), ranks, strict=True):
         size = sum(basis.sizes)
         known = min(rank, basis.length - 1)  # of a basis that is truncated already
-        cut = len(basis.sizes) == 1 and not basis.diagonal and known < size - 1
+        cut = is_truncated(basis.sizes, basis.diagonal, known)
         if cut:
             total += size * known * own + (4 * known if storage_dtype == EIGHT_BITS else 0)
         elif not basis.diagonal:

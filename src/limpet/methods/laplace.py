@@ -252,6 +252,7 @@ class Laplace(Memory):
         bytes_per_weight: float | None = None,
         max_bytes: float | str | None = None,
         storage_dtype: str | None = "float16",
+        progress: bool = True,
     ) -> dict[str, tuple[int, int]]:
         """Make the memory smaller: keep the largest eigenvalues of every Kronecker factor, and the mean of the others.
 
@@ -265,6 +266,7 @@ class Laplace(Memory):
                 bytes per weight in a file, besides the mean.
             max_bytes: The same with a number of bytes in all, or a text such as "4GB".
             storage_dtype: How eigenvectors are stored: "float16", "bfloat16", "int8", or None for the dtype of use.
+            progress: Show a progress bar.
 
         Returns:
             The ranks of the input and the output factor of every block.
@@ -291,7 +293,7 @@ class Laplace(Memory):
         self._reject_inside_protect()
         target = Target(rank, energy, bytes_per_weight, max_bytes, storage_dtype)
         self._reject_sharded("compress")
-        return compress(self.posterior, target)
+        return compress(self.posterior, target, progress=progress)
 
     @staticmethod
     def _checkpoint(path: str | Path | None) -> Checkpoint | None:

@@ -44,7 +44,7 @@ from limpet.precision.rotation import Rotation
 from limpet.precision.spectrum import Spectrum
 from limpet.precision.storage import AS_USED, Storage
 from limpet.precision.terms import KroneckerTerm, Term
-from limpet.precision.truncated_basis import TruncatedBasis, truncated
+from limpet.precision.truncated_basis import TruncatedBasis, is_truncated, truncated
 from limpet.precision.validity import check_non_negative
 from limpet.precision.weighted import WeightedSum
 
@@ -111,11 +111,11 @@ class Kronecker(Precision):
         *groups, out, in_ = shape
 
         def side(size: int, diagonal: bool, sizes: tuple[int, ...] | None) -> Basis:
-            whole = not diagonal and (sizes is None or len(sizes) == 1)
-            if rank is not None and whole and rank < size - 1:  # with n - 1 eigenvectors the rest is exact
+            sizes = sizes or (size,)
+            if rank is not None and is_truncated(sizes, diagonal, rank):
                 return TruncatedBasis.start(groups, size, rank, like, rest)
             trace = torch.zeros((*groups, size), dtype=like.dtype, device=like.device)
-            return Basis(None, trace, diagonal, sizes or (size,), rest)
+            return Basis(None, trace, diagonal, sizes, rest)
 
         inputs, outputs = side(in_, inputs_diagonal, inputs_sizes), side(out, outputs_diagonal, outputs_sizes)
         stored = torch.Size((*groups, outputs.length, inputs.length))
@@ -134,11 +134,6 @@ class Kronecker(Precision):
     def plain(self) -> Tensor:
         """The eigenvalues of the sum of F_t, in the shape of the block."""
         return self._spread(self.values.plain)
-
-    @property
-    def stored_shape(self) -> torch.Size:
-        """Shape of the eigenvalues that are stored: that of the block, unless a basis is truncated."""
-        return torch.Size((*self.shape[:-2], self.outputs.length, self.inputs.length))
 
     @property
     def _bases(self) -> dict[str, Basis]:

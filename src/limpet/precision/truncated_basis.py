@@ -29,6 +29,19 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+def is_truncated(sizes: Sequence[int], diagonal: bool, rank: int | None) -> bool:
+    """Return whether a rank truncates a factor: not if it is diagonal or split, or has at most rank + 1 rows.
+
+    With n - 1 eigenvectors of n, the mean of the rest is exact.
+
+    Args:
+        sizes: Sizes of the diagonal blocks of the factor.
+        diagonal: Whether the factor is diagonal.
+        rank: Number of eigenvectors to keep. None keeps all of them.
+    """
+    return rank is not None and not diagonal and len(sizes) == 1 and rank < sizes[0] - 1
+
+
 @dataclass(frozen=True)
 class TruncatedBasis(Basis):
     """Eigenbasis of one factor: r eigenvectors, completed by reflections, and r + 1 eigenvalues.
