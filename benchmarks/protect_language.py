@@ -20,7 +20,7 @@ import argparse
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,8 @@ class Bench:
         self.probe = exact_probe(self.teacher, [{"input_ids": part} for part in rows])
         remembered(options)
 
-    def run(self, what: str) -> list[dict[str, Any]]:
-        """One run: its end, and for the memory the budgets along the path of its repair."""
+    def run(self, what: str) -> Iterator[dict[str, Any]]:
+        """One run: its end, and for the memory the budgets along the path of its repair, each when it is measured."""
         options, trained = self.options, self._fresh()
         memory: Any = None
         if what in ("plain", "protect"):
@@ -78,13 +78,16 @@ class Bench:
         begin = time.perf_counter()
         moments: list[dict[str, Any]] = []
         protection = self._fit(trained, what, memory, moments)
-        points = [self.point(what, trained, time.perf_counter() - begin, memory, moments)]
-        if what == "protect" and protection.repair is not None:
-            points[0]["strength"] = protection.repair.strength
-            for budget in BUDGETS:
-                protection.repair.within_budget(budget)
-                points.append(self.point(f"budget {budget}", trained, 0.0, memory))
-        return points
+        end = self.point(what, trained, time.perf_counter() - begin, memory, moments)
+        repair = protection.repair if what == "protect" else None
+        if repair is None:
+            yield end
+            return
+        yield end | {"strength": repair.strength}
+        for budget in BUDGETS:
+            begin = time.perf_counter()
+            repair.within_budget(budget)
+            yield self.point(f"budget {budget}", trained, time.perf_counter() - begin, memory)
 
     def _fresh(self) -> Any:
         """The model before training, with adapters if it is for LoRA."""

@@ -31,7 +31,7 @@ from limpet.forgetting.drift import Drift
 from limpet.model import Block
 from limpet.posterior import BlockPosterior, Posterior
 from limpet.posterior.summary import aligned
-from limpet.precision.linalg import bisected
+from limpet.precision.linalg import bisected, falls_to
 from limpet.precision.pencil import Pencil
 from limpet.precision.pencils import pencil
 
@@ -312,8 +312,10 @@ class Repair:
             )
             return self._affording(*self._limit(tolerance, LIMIT, MOST), scale)
         # twice as fine as for a tolerance, because the drift falls faster than the strength rises
-        _, enough = bisected(lambda s: self._measure_at(drift, s, scale) > budget, furthest=FURTHEST, close=CLOSE / 2)
-        found = self._measure_at(drift, enough, scale)
+        enough, found = falls_to(
+            lambda s: self._measure_at(drift, s, scale), budget, furthest=FURTHEST, close=CLOSE / 2
+        )
+        self.at(enough, scale)
         if tolerance is not None:
             loss, most = self._limit(tolerance, LIMIT, MOST)
             cheap = found <= budget and self._measure_at(loss, enough, scale) <= most

@@ -201,3 +201,42 @@ def bisected(holds: Callable[[float], bool], *, furthest: float, close: float) -
         middle = (low + high) / 2
         low, high = (middle, high) if holds(math.exp(middle)) else (low, middle)
     return math.exp(low), math.exp(high)
+
+
+def falls_to(value: Callable[[float], float], level: float, *, furthest: float, close: float) -> tuple[float, float]:
+    """Find where a decreasing function > 0 falls to a level, with few evaluations.
+
+    The secant through the last two points, in logarithms of both number and value, proposes the next number; a proposal
+    outside of the bracket, or a bracket that did not halve in three steps, is replaced by bisection.
+
+    Args:
+        value: Decreasing function of a number > 0.
+        level: The level, >= 0.
+        furthest: The search runs from exp(-furthest) to exp(furthest).
+        close: The number found is within a factor of exp(close) of the crossing, or its value of the level.
+
+    Returns:
+        A number, and its value, which is at most the level unless the value at exp(furthest) is above it.
+    """
+    low, high, goal = -furthest, furthest, math.log(max(level, 1e-300))
+    at, slope, last = 0.0, -1.0, None
+    found: tuple[float, float] | None = None
+    widths: list[float] = []
+    while high - low > close:
+        if not low < at < high or (len(widths) > 2 and high - low > widths[-3] / 2):
+            at = (low + high) / 2
+        widths.append(high - low)
+        here = value(math.exp(at))
+        excess = math.log(max(here, 1e-300)) - goal
+        if excess > 0:
+            low = at
+        else:
+            high, found = at, (math.exp(at), here)
+            if excess > -close:
+                break
+        if last is not None and (last[1] - excess) * (at - last[0]) > 0:
+            slope = (excess - last[1]) / (at - last[0])
+        last = at, excess
+        # aims at the middle of the accepted values, so that a small error of the slope costs no further evaluation
+        at -= (excess + close / 2) / slope
+    return found or (math.exp(high), value(math.exp(high)))
