@@ -124,4 +124,4 @@ folder.cleanup()
 # ```
 #
 # `every=4` recomputes the gradient of the penalty only every fourth step, at a quarter of the cost. Multiple adapters,
-# rank-stabilized scaling and merged adapters are supported; DoRA and quantized base models are not.
+# rank-stabilized scaling, merged adapters and quantized base models are supported; DoRA is not.

@@ -22,6 +22,7 @@ from limpet.likelihoods.base import TALLY
 from limpet.model import Forward, call, named_parameters, prepared, preserve_state, replaced
 from limpet.model.adapters import adapter_parameters
 from limpet.model.batch import is_causal, is_encoder_decoder, target_key
+from limpet.model.quantized import QuantizedWeight
 
 Plain = Any
 """A JSON value: a number, a string, None, or a list or dictionary of these."""
@@ -107,13 +108,15 @@ class Probe:
         Returns:
             The names of the parameters, including those that no longer exist.
         """
-        now = _sums(model, [name for name in named_parameters(model) if name not in self.outside])
+        parameters = named_parameters(model)
+        now = _sums(model, [name for name in parameters if name not in self.outside])
 
         def same(name: str, sums: Sequence[float]) -> bool:
             # the tolerance allows for another dtype or order of summation
             return name in now and all(abs(a - b) <= 1e-3 * sums[1] for a, b in zip(now[name], sums, strict=True))
 
-        return [name for name, sums in self.outside.items() if not same(name, sums)]
+        quantized = {name for name, p in parameters.items() if isinstance(p, QuantizedWeight)}  # and so not trained
+        return [name for name, sums in self.outside.items() if name not in quantized and not same(name, sums)]
 
     @torch.no_grad()
     def head_was_replaced(self, model: nn.Module) -> bool:
@@ -223,9 +226,14 @@ def _sums(model: nn.Module, without: Collection[str]) -> dict[str, list[float]]:
 def _head(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
     """Copy these parameters, if together they are at most one in `HEAD_SHARE` weights of the model."""
     parameters = named_parameters(model)
-    found = {name: parameters[name] for name in names if parameters[name].is_floating_point()}
+    found = {name: p for name, p in ((name, parameters[name]) for name in names) if _is_stored(p)}
     small = HEAD_SHARE * sum(p.numel() for p in found.values()) <= sum(p.numel() for p in parameters.values())
     return {name: _on_cpu(p) for name, p in found.items()} if small else {}
+
+
+def _is_stored(parameter: Tensor) -> bool:
+    """Whether a head may contain this parameter."""
+    return parameter.is_floating_point() and not isinstance(parameter, QuantizedWeight)
 
 
 def without_targets(model: nn.Module, batch: Any) -> Any:

@@ -2,7 +2,8 @@
 
 The mean of a memory that was made at a published model is the model. With `memory.save(path, base="owner/model")` the
 file has the name of the model and the SHA-256 of every parameter in float32 (in which bfloat16 and float16 have the
-same values), and `limpet.load` takes the mean from the model that it is given, after it has checked them.
+same values), and `limpet.load` takes the mean from the model that it is given, after it has checked them. For weights
+that the model has in quantized form, their sketches are checked instead (`limpet.methods.quantized_base`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch import Tensor
 from limpet.errors import LimpetError, MemoryFileError
 from limpet.io.state import State
 from limpet.io.tensor_file import raw_bytes
+from limpet.methods.quantized_base import check_sketches, joined, sketch_of, sketches
 from limpet.model import Block
+from limpet.model.quantized import QuantizedWeight
 from limpet.posterior import Posterior
 
 
@@ -63,8 +66,16 @@ def without_means(state: State, posterior: Posterior, base: str) -> State:
                 "weight: save right after consolidating the published model, or omit base="
             )
         entry = entries[name]
-        digests = {parameter: sha256_of(weights[parameter].detach()) for parameter in held.block.parameters}
-        entry["base"] = {"name": base, "sha256": digests}
+        if "quantized" in entry:
+            raise LimpetError(
+                f"base= is for a memory made at the published weights, but those of {name} are quantized: omit base="
+            )
+        own = {parameter: weights[parameter].detach() for parameter in held.block.parameters}
+        entry["base"] = {
+            "name": base,
+            "sha256": {parameter: sha256_of(weight) for parameter, weight in own.items()},
+            "sketch": {parameter: sketch_of(weight) for parameter, weight in own.items()},
+        }
         entry["mean_square"] = float(held.mean.double().square().mean())
         entry["tensors"] = [key for key in entry["tensors"] if key != "mean"]
         del tensors[f"{name}/mean"]
@@ -92,12 +103,18 @@ def mean_from_model(block: Block, base: Mapping[str, Any], weights: Mapping[str,
     Raises:
         MemoryFileError: If a parameter is not the published one.
     """
+    if sketches(block, weights):
+        check_sketches(block, base["sketch"], weights)
     for parameter in block.parameters:
-        if sha256_of(weights[parameter].detach()) != base["sha256"][parameter]:
+        weight = weights[parameter].detach()
+        quantized = isinstance(weights[parameter], QuantizedWeight)
+        if not quantized and sha256_of(weight) != base["sha256"][parameter]:
             raise MemoryFileError(
                 f"this file has no weights of its own, and {parameter} of the model is not that of {base['name']}: "
                 "load the memory into the published model, in the dtype that it was consolidated in, or pass that "
                 "model as limpet.load(path, model, base=published)"
             )
+    if len(sketches(block, weights)) == len(block.parameters):
+        return joined(block, {}, weights[block.parameters[0]].detach())
     matrix = block.gather(weights).detach()
     return matrix.to(torch.promote_types(matrix.dtype, torch.float32), copy=True)

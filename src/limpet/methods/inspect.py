@@ -115,6 +115,16 @@ def inspect(path: str | Path) -> Inspection:
         return Inspection(settings, str(metadata["library"]), blocks, history, tensors.sha256(), privacy)
 
 
+def _mean_square(entry: Mapping[str, Any], own: Mapping[str, Tensor]) -> float:
+    """Mean square of the weights, estimated from the sketches of quantized ones, which are most of a block."""
+    if "base" in entry:
+        return finite_number("mean_square", entry["mean_square"])
+    if "quantized" in entry:
+        numbers = [number for sketch in entry["quantized"].values() for number in sketch]
+        return finite_number("mean_square", sum(number * number for number in numbers) / len(numbers))
+    return float(widened(own["mean"]).square().mean())
+
+
 def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], examples: int) -> BlockInspection:
     prefix = f"{entry['name']}/"
     own = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
@@ -124,11 +134,7 @@ def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], examples: in
     precision.check()
     spectrum = precision.spectrum()
     total, fisher = widened(spectrum.total), widened(spectrum.fisher)
-    square = (
-        finite_number("mean_square", entry["mean_square"])
-        if "base" in entry
-        else float(widened(own["mean"]).square().mean())
-    )
+    square = _mean_square(entry, own)
     decided = (total / (total + spectrum.prior)).nan_to_num(0).mean()
     return BlockInspection(
         name=entry["name"],

@@ -30,6 +30,7 @@ from limpet.likelihoods import Likelihood, resolve
 from limpet.methods.agreement import sharing
 from limpet.methods.checks import check_model, excluded_names, say_what_is_not_protected
 from limpet.model import Block, Forward, discover, plain, unwrapped
+from limpet.model.quantized import from_zero
 from limpet.posterior import PRIOR_MEANS, Posterior
 from limpet.posterior.sharding import reject_sharded
 from limpet.precision import STRUCTURES, Kronecker
@@ -558,7 +559,9 @@ class Memory(ABC):
         from limpet.predictive import sample_weights
 
         self._reject_sharded("sample_weights")
-        return sample_weights(self.posterior, generator)
+        parameters = self.posterior.parameters()
+        drawn = sample_weights(self.posterior, generator)
+        return {name: from_zero(parameters[name], weight) for name, weight in drawn.items()}
 
     @renamed_arguments(how="link_approximation")
     def predictive(

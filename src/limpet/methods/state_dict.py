@@ -23,6 +23,7 @@ from limpet.io import sharded_tensor_file, tensor_file
 from limpet.io.state import State, unsealed
 from limpet.methods.base_weights import mean_from_model
 from limpet.methods.limits import check_block, check_proximal, finite
+from limpet.methods.quantized_base import mean_on_quantized, on_quantized, sketches, stored_mean
 from limpet.model import PER_SAMPLE, Block
 from limpet.posterior import BlockPosterior, Posterior
 from limpet.precision import STRUCTURES, Precision
@@ -76,9 +77,12 @@ def collect(
     """
     sharding = posterior.sharding
     tensors = {f"extra/{name}": tensor.clone() for name, tensor in extra.items()}
-    blocks = []
+    blocks, parameters = [], posterior.parameters()
     for name, held in posterior.held.items():
-        own = {"mean": held.mean} if held.linear_term is None else {"mean": held.mean, "slope": held.linear_term}
+        quantized = sketches(held.block, parameters)
+        own = {} if held.linear_term is None else {"slope": held.linear_term}
+        if (mean := stored_mean(held.block, held.mean, quantized)) is not None:
+            own["mean"] = mean
         own |= {f"precision/{key}": tensor for key, tensor in held.precision.tensors().items()}
         tensors.update({f"{name}/{key}": tensor for key, tensor in own.items()})
         blocks.append(
@@ -91,6 +95,7 @@ def collect(
                 "tasks": held.tasks,
                 "precision": held.precision.metadata(),
                 "tensors": sorted(own),
+                **({"quantized": quantized} if quantized else {}),
             }
         )
     running: dict[str, Any] | None = None
@@ -339,7 +344,14 @@ def _restore_block(
         return finite(f"{prefix}{key}", tensor.to(weight.device, dtype))  # after the conversion, which may overflow
 
     tensors.expect(*(prefix + key for key in entry.get("tensors", ())))  # files from before 0.1 do not list them
-    mean = take("mean") if "base" not in entry else mean_from_model(block, entry["base"], weights)
+    if "quantized" in entry:
+        given = take("mean") if "mean" in entry["tensors"] else weight.new_zeros((*block.rows, 0), dtype=dtype)
+        mean = mean_on_quantized(block, entry["quantized"], given, posterior.parameters())
+    elif "base" in entry:
+        mean = mean_from_model(block, entry["base"], weights)
+    else:
+        mean = take("mean")
+        mean = on_quantized(block, mean, weights) if mean.shape == block.shape else mean
     linear_term = take("slope") if tensors.under(f"{prefix}slope") else None
     for name, tensor in (("mean", mean), ("slope", linear_term)):
         if tensor is not None and tensor.shape != block.shape:
@@ -406,7 +418,7 @@ def _described(state: State) -> dict[str, Any]:
 def _version(described: Mapping[str, Any]) -> int:
     """The format version: 2 if factors are truncated or means are not stored, which version 1 does not have."""
     new = "rank" in described["settings"] or any(
-        "base" in block or any(key.endswith("_rank") for key in block["precision"])
+        "base" in block or "quantized" in block or any(key.endswith("_rank") for key in block["precision"])
         for block in described.get("blocks", ())
     )
     return 2 if new else 1

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -21,11 +22,13 @@ from limpet.distributed import is_sharded
 from limpet.errors import UnsupportedError
 from limpet.model.context import eager, full_precision, preserve_state, without_hooks
 from limpet.model.low_rank import LowRank
+from limpet.model.quantized import is_quantized, quantized_weight
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-2}
 HALF_TOLERANCE = 5e-2
-"""Largest relative difference of the outputs, by dtype of the weight. A layer that computes something else is off by
-as much as the outputs themselves, because the random update is as large as the weight."""
+"""Largest relative difference of the outputs, by dtype of the weight; the last one for quantized weights as well. A
+layer that computes something else is off by as much as the outputs themselves, because the random update is as large as
+the weight."""
 
 INSTEAD = (
     "Instead, use LoRA (peft.LoraConfig) without options that change its computation, or merge the adapter into the "
@@ -51,8 +54,7 @@ def check_update(module: nn.Module, name: str, adapters: Sequence[LowRank]) -> N
         UnsupportedError: If it computes something else.
     """
     base: Any = module.base_layer
-    weight: Tensor = base.weight
-    if weight.is_meta or is_sharded(weight):
+    if base.weight.is_meta or is_sharded(base.weight):
         return  # there are no values to compute with; a sharded model with adapters is rejected elsewhere
     if getattr(module, "disable_adapters", False) and getattr(module, "merged", False):
         return  # running the layer would unmerge the adapter
@@ -61,18 +63,24 @@ def check_update(module: nn.Module, name: str, adapters: Sequence[LowRank]) -> N
     if runner is not module:  # another object that decides from call to call, such as X-LoRA
         kind = f"{type(runner).__module__}.{type(runner).__qualname__}"
         raise UnsupportedError(f"{wrong}its forward has been replaced with that of a {kind}. {INSTEAD}")
+    quantized = is_quantized(base)
+    weight: Tensor = quantized_weight(base).values() if quantized else base.weight
     values = _random_values(module, weight, adapters)
-    x = _random_input(base, adapters)
+    x = _random_input(base, adapters, weight)
     try:
         with preserve_state(module), without_hooks(module), full_precision(), eager():
             found = functional_call(module, values, (x.clone(),))
-            expected = functional_call(base, {"weight": _claimed(module, weight, adapters, values)}, (x.clone(),))
+            claimed = _claimed(module, weight, adapters, values)
+            if quantized:  # the layer itself cannot be given another weight
+                expected = F.linear(x, claimed, None if base.bias is None else base.bias.to(claimed))
+            else:
+                expected = functional_call(base, {"weight": claimed}, (x.clone(),))
             error, size = (float(one.double().norm()) for one in (found - expected, expected))
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as problem:
         raise UnsupportedError(
             f"{wrong}it cannot be run on a plain input to check what it computes ({problem}). {INSTEAD}"
         ) from problem
-    if not error <= TOLERANCE.get(weight.dtype, HALF_TOLERANCE) * size:
+    if not error <= (HALF_TOLERANCE if quantized else TOLERANCE.get(weight.dtype, HALF_TOLERANCE)) * size:
         raise UnsupportedError(
             f"{wrong}it does not compute its base layer with the weight W + scaling B A, so a memory of W cannot tell "
             f"what the adapter changes. {INSTEAD}"
@@ -106,9 +114,9 @@ def _claimed(module: nn.Module, weight: Tensor, adapters: Sequence[LowRank], val
     return wide.to(weight.dtype)
 
 
-def _random_input(base: Any, adapters: Sequence[LowRank]) -> Tensor:
+def _random_input(base: Any, adapters: Sequence[LowRank], weight: Tensor) -> Tensor:
     """A small input for the base layer: tokens, an image of the size of one patch, or vectors."""
-    generator, weight = torch.Generator().manual_seed(1), base.weight
+    generator = torch.Generator().manual_seed(1)
     if isinstance(base, nn.Embedding):
         return torch.randint(base.num_embeddings, (2, 3), generator=generator).to(weight.device)
     if isinstance(base, nn.Conv1d | nn.Conv2d | nn.Conv3d):

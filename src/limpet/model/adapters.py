@@ -16,6 +16,7 @@ from torch import nn
 from limpet.errors import UnsupportedError
 from limpet.model.adapter_check import INSTEAD, check_update, described
 from limpet.model.low_rank import LowRank
+from limpet.model.quantized import is_quantized, own_parameters
 
 _CHECKED: WeakKeyDictionary[nn.Module, tuple[Any, ...]] = WeakKeyDictionary()
 """The state in which every adapted layer was last checked, so that training steps do not check it again."""
@@ -46,7 +47,7 @@ def adapted_parameters(model: nn.Module) -> dict[nn.Parameter, list[LowRank]]:
         The active adapters by base weight; the list is empty for weights whose adapters are inactive or merged.
 
     Raises:
-        UnsupportedError: If a base weight is shared, quantized or missing, or if a layer computes anything else than
+        UnsupportedError: If a base weight is shared or missing, or if a layer computes anything else than
             its base layer with the weight plus these updates.
     """
     found: dict[nn.Parameter, list[LowRank]] = {}
@@ -72,11 +73,11 @@ def _check(
     """Check that these layers compute what is assumed, and that no layer without the adapter has the same weight."""
     users: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None and adapted.get(parameter):
+        for _, parameter in own_parameters(module):
+            if adapted.get(parameter):
                 users.setdefault(parameter, []).append(name)
     for module, name in modules.items():
-        weight: Any = module.base_layer.weight  # type: ignore[union-attr]
+        weight = _base_weight(module, name)
         added = list(adapted[weight])
         if len(users.get(weight, ())) > 1:
             raise UnsupportedError(
@@ -113,16 +114,12 @@ def adapter_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 def _base_weight(module: Any, name: str) -> nn.Parameter:
     """Return the weight of the base layer."""
-    weight = module.base_layer._parameters.get("weight")
-    if not isinstance(weight, nn.Parameter):
+    weight = dict(own_parameters(module.base_layer)).get("weight")
+    if not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
         raise UnsupportedError(
-            f"{name}: adapters of a {type(module.base_layer).__name__}, which has no parameter `weight`, are not "
-            "supported: adapt its linear layers instead, or remove it from target_modules"
-        )
-    if not weight.is_floating_point() or type(module.base_layer).__name__ in ("Linear4bit", "Linear8bitLt"):
-        raise UnsupportedError(
-            f"{name}: the base weight is quantized, but only unquantized weights can be protected: load the "
-            "base model in bfloat16 or float32"
+            f"{name}: adapters of a {described(module.base_layer)}, which has no `weight` of numbers, are not "
+            "supported: adapt its linear layers instead, or remove it from target_modules. Quantized linear layers "
+            "are supported if they are derived from torch.nn.Linear, as those of bitsandbytes and torchao are"
         )
     return weight
 
@@ -134,6 +131,10 @@ def _active(module: Any, name: str) -> Iterator[LowRank]:
         return
     variants = {**getattr(module, "use_dora", {}), **getattr(module, "lora_variant", {})}
     transposed = bool(getattr(module, "fan_in_fan_out", False)) or isinstance(pairs[0], nn.ParameterDict)
+    if getattr(module, "merged_adapters", ()) and is_quantized(module.base_layer):
+        raise UnsupportedError(
+            f"{name}: an adapter is merged into a quantized weight, which hides its update: call unmerge_adapter()"
+        )
     for adapter in getattr(module, "active_adapters", list(pairs[0])):
         if adapter not in pairs[0] or adapter in getattr(module, "merged_adapters", ()):
             continue
@@ -145,4 +146,4 @@ def _active(module: Any, name: str) -> Iterator[LowRank]:
             )
         if getattr(module.base_layer, "groups", 1) != 1:
             raise UnsupportedError(f"{name}: adapters of grouped convolutions are not supported: remove them")
-        yield LowRank(a, b, float(module.scaling[adapter]), transposed, module.base_layer.weight)
+        yield LowRank(a, b, float(module.scaling[adapter]), transposed, _base_weight(module, name))

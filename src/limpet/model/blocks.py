@@ -14,6 +14,7 @@ from limpet.errors import CurvatureError
 from limpet.layers import Layer, layer_type
 from limpet.model.adapters import adapter_parameters, is_adapted
 from limpet.model.names import every_name, is_excluded, module_names, named_parameters
+from limpet.model.quantized import own_parameters
 
 Users = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 """For every parameter, the modules that hold it and its name in each of them."""
@@ -152,8 +153,8 @@ def discover(
     named_modules = module_names(model)
     users: Users = {}
     for module in named_modules:
-        for local, parameter in module._parameters.items():
-            if parameter is not None and parameter in names:
+        for local, parameter in own_parameters(module):
+            if parameter in names:
                 users.setdefault(parameter, []).append((module, local))
     blocks: dict[tuple[nn.Parameter, ...], list[Block]] = {}
     for parameter, places in users.items():
@@ -169,14 +170,15 @@ def _base_parameters(model: nn.Module) -> set[nn.Parameter]:
         parameter
         for module in model.modules()
         if is_adapted(module)
-        for parameter in module.base_layer.parameters(recurse=False)  # type: ignore[union-attr]
+        for _, parameter in own_parameters(module.base_layer)  # type: ignore[arg-type]
     }
 
 
 def _companions(parameter: nn.Parameter, users: Users) -> tuple[nn.Parameter, ...]:
     """Return the weight and the bias that form one block with a parameter, or only the parameter."""
     module, local = users[parameter][0]
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    own = dict(own_parameters(module))
+    weight, bias = own.get("weight"), own.get("bias")
     if local not in ("weight", "bias") or weight not in users or bias not in users:
         return (parameter,)
     assert weight is not None and bias is not None
@@ -213,6 +215,6 @@ def _blocks(
         return list(map(direct, full, shapes))
     kind = "+".join(dict.fromkeys(layer.kind for layer in layers))
     module = layers[0].module
-    whole = sum(parameter in names for parameter in module._parameters.values()) == len(parameters)
+    whole = sum(parameter in names for _, parameter in own_parameters(module)) == len(parameters)
     name = (module_names[module] or "model") if whole else full[0]
     return [Block(name, kind, full, shapes, layers[0].rows, tuple(layers))]

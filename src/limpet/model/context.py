@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from limpet.model.quantized import in_the_graph
+
 
 @contextmanager
 def preserve_state(model: nn.Module, batches: Any = None) -> Iterator[None]:
@@ -64,7 +66,8 @@ def trainable(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             parameter.requires_grad_(True)
         for parameter, _ in hooks:
             parameter._backward_hooks = None
-        yield
+        with in_the_graph(these):
+            yield
     finally:
         for parameter, own_hooks in hooks:
             parameter._backward_hooks = own_hooks
@@ -157,7 +160,8 @@ def replaced(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor
     try:
         for name, original in originals.items():
             parameters[name].data = values[name].to(original.device, original.dtype)
-        yield
+        with in_the_graph(parameters[name] for name in values):
+            yield
     finally:
         for name, original in originals.items():
             parameters[name].data = original

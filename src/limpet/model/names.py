@@ -10,6 +10,7 @@ from torch import nn
 
 from limpet.errors import UnsupportedError
 from limpet.model.adapters import is_adapted
+from limpet.model.quantized import own_parameters
 
 AROUND = ("_orig_mod", "_checkpoint_wrapped_module")
 """Names that torch gives the module inside a compiled one, and inside one with activation checkpointing."""
@@ -104,9 +105,8 @@ class Names:
 def every_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield all parameters with their plain names; a shared parameter is yielded once for each of its names."""
     for _, prefix, module in places(model):
-        for last, parameter in module._parameters.items():
-            if parameter is not None:
-                yield _joined(prefix, last), parameter
+        for last, parameter in own_parameters(module):
+            yield _joined(prefix, last), parameter
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -15,6 +15,7 @@ from limpet.model import PER_SAMPLE, Block, full_precision, is_excluded, named_p
 from limpet.model.adapters import adapted_parameters
 from limpet.model.low_rank import LowRank
 from limpet.model.names import replaced_modules
+from limpet.model.quantized import own_parameters
 from limpet.posterior.block_posterior import BlockPosterior
 from limpet.posterior.lora import LoRAPenalty
 from limpet.posterior.sharding import BlockSharding, reject_sharded
@@ -128,7 +129,7 @@ class Posterior:
             return
         parameters, replaced = named_parameters(self.model), replaced_modules(self.model)
         running = (module for module in self.model.modules() if module not in replaced)
-        held_by = Counter(p for module in running for p in module._parameters.values() if p is not None)
+        held_by = Counter(p for module in running for _, p in own_parameters(module))
         for name, block in shared.items():
             uses = held_by[parameters[name]]
             if uses < len(block.layers):

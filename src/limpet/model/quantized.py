@@ -1,0 +1,165 @@
+"""Linear layers with quantized weights (bitsandbytes in 4 and 8 bits, torchao), the bases of QLoRA.
+
+Training does not change a quantized weight W, and its numbers are not laid out as a matrix. A memory therefore sees,
+in place of W, a `QuantizedWeight`: a parameter in the shape of W that represents the *difference* from W and is zero.
+The mean of the memory is zero there too, which makes the quantized base the mean, and with adapters the displacement is
+scaling B A alone. Nothing of the size of W is stored.
+
+Whatever the format, the values of W are what the layer returns for unit vectors, W e_i. The input is exact in 8 bits
+too, so this also holds for layers that quantize their inputs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from limpet.distributed import is_sharded
+
+CHUNK = 512
+"""Unit vectors that a layer is given at a time."""
+
+_STAND_INS: WeakKeyDictionary[nn.Module, QuantizedWeight] = WeakKeyDictionary()
+
+
+class QuantizedWeight(nn.Parameter):
+    """The difference of a layer's weight from its quantized weight: zeros, which take no memory.
+
+    Attributes:
+        layer: A weak reference to the layer.
+        sketch: Random sums of the quantized weight, once they have been computed.
+    """
+
+    layer: weakref.ref[nn.Module]
+    sketch: list[float] | None = None
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it has its usual value, rather than one put in place by `limpet.model.context.replaced`."""
+        return not any(self.stride())
+
+    @torch.no_grad()
+    def values(self) -> Tensor:
+        """Compute the quantized weight in float32."""
+        layer: Any = self.layer()
+        found = torch.empty(self.shape, device=self.device)
+        like = next((p for p in layer.parameters() if p.is_floating_point()), found)
+        dtype = getattr(layer, "compute_dtype", None) or like.dtype
+        bias = 0.0 if layer.bias is None else layer.bias.float()
+        for start in range(0, self.shape[1], CHUNK):
+            width = min(CHUNK, self.shape[1] - start)
+            units = torch.zeros(width, self.shape[1], dtype=dtype, device=self.device)
+            units[range(width), range(start, start + width)] = 1
+            found[:, start : start + width] = (layer.forward(units).float() - bias).mT
+        return found
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer with a quantized weight."""
+    weight: Any = module._parameters.get("weight")
+    if weight is None or type(weight) is nn.Parameter or not isinstance(module, nn.Linear):
+        return False
+    return not weight.is_floating_point() or (not is_sharded(weight) and is_traceable_wrapper_subclass(weight))
+
+
+def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a module itself by name, with a `QuantizedWeight` in place of a quantized weight."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            if type(parameter) is not nn.Parameter and name == "weight" and is_quantized(module):
+                yield name, quantized_weight(module)
+            else:
+                yield name, parameter
+
+
+def quantized_weight(module: Any) -> QuantizedWeight:
+    """Return what stands for the quantized weight of a layer, the same object in every call.
+
+    Args:
+        module: A layer for which `is_quantized` holds.
+
+    Returns:
+        The parameter, on the device of the weight.
+    """
+    found, device = _STAND_INS.get(module), module.weight.device
+    if found is None or found.device != device:
+        zeros = torch.zeros((), device=device).expand(module.out_features, module.in_features)
+        found = QuantizedWeight(zeros, requires_grad=False)
+        found.layer = weakref.ref(module)
+        _STAND_INS[module] = found
+    return found
+
+
+def from_zero(parameter: Tensor, weight: Tensor) -> Tensor:
+    """Return a weight with its quantized part, for what needs to know its size and not only how it has changed.
+
+    Args:
+        parameter: The parameter.
+        weight: Its effective value, which is a difference if the parameter is a `QuantizedWeight`.
+
+    Returns:
+        The weight as the layer applies it.
+    """
+    return parameter.values() + weight if isinstance(parameter, QuantizedWeight) else weight
+
+
+@contextmanager
+def in_the_graph(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Run the body with layers that compute W x + D x, with D the `QuantizedWeight`, and differentiate by D.
+
+    Args:
+        parameters: Parameters, of which only those that stand for quantized weights are affected.
+    """
+    handles = []
+    try:
+        for weight in parameters:
+            layer = weight.layer() if isinstance(weight, QuantizedWeight) else None
+            if layer is not None and not any(isinstance(hook, _Added) for hook in layer._forward_hooks.values()):
+                # before all other hooks, which then see an output that requires gradients
+                handles.append(layer.register_forward_hook(_Added(weight), prepend=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Added:
+    """Forward hook that adds D x to the output of a layer."""
+
+    def __init__(self, weight: Any) -> None:
+        self.weight: QuantizedWeight = weight
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        (x,) = args
+        if not self.weight.is_zero:
+            return output + F.linear(x.to(self.weight.dtype), self.weight).to(output.dtype)
+        if self.weight.requires_grad and torch.is_grad_enabled():
+            found: Tensor = _ZeroProduct.apply(output, x, self.weight)  # type: ignore[no-untyped-call]
+            return found
+        return None
+
+
+class _ZeroProduct(torch.autograd.Function):
+    """output + weight x for a weight of zeros: the product is skipped, and its derivative by the weight is not."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.dtype = weight.dtype
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        (x,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[2]:
+            return gradient, None, None
+        rows, inputs = (one.reshape(-1, one.shape[-1]).to(ctx.dtype) for one in (gradient, x))
+        return gradient, None, rows.mT @ inputs
