@@ -74,7 +74,7 @@ def without_means(state: State, posterior: Posterior, base: str) -> State:
         entry["base"] = {
             "name": base,
             "sha256": {parameter: sha256_of(weight) for parameter, weight in own.items()},
-            "sketch": {parameter: sketch_of(weight) for parameter, weight in own.items()},
+            "sketch": {parameter: sketch_of(weight) for parameter, weight in own.items() if weight.dim() > 1},
         }
         entry["mean_square"] = float(held.mean.double().square().mean())
         entry["tensors"] = [key for key in entry["tensors"] if key != "mean"]

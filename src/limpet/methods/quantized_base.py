@@ -32,19 +32,19 @@ def sketch_of(weight: Tensor) -> list[float]:
     """Compute random sums of a weight, the same ones for all weights of its shape.
 
     Args:
-        weight: The weight.
+        weight: The weight, a matrix or more.
 
     Returns:
-        `SKETCHES` numbers.
+        `SKETCHES` numbers, to five digits.
     """
-    matrix = weight.detach().flatten(1) if weight.dim() > 1 else weight.detach().unsqueeze(0)
+    matrix = weight.detach().flatten(1)
     generator = torch.Generator().manual_seed(0)
     left, right = (
         (2 * torch.randint(2, (SKETCHES, size), generator=generator) - 1).to(matrix.device, torch.float32)
         for size in matrix.shape
     )
     sums = ((left @ matrix.float()) * right).double().sum(1)
-    return (sums / math.sqrt(max(matrix.numel(), 1))).tolist()
+    return [float(f"{one:.5g}") for one in (sums / math.sqrt(max(matrix.numel(), 1))).tolist()]
 
 
 def sketches(block: Block, parameters: Mapping[str, Tensor]) -> dict[str, list[float]]:
