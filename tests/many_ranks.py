@@ -3,6 +3,7 @@
 many_ranks.py pass FOLDER        curvature of many networks, one file each, written by rank 0
 many_ranks.py train FOLDER       fifty protected steps under DistributedDataParallel
 many_ranks.py outputs FOLDER     steps with outputs compared, under DistributedDataParallel
+many_ranks.py adapters FOLDER    protected steps of adapters, with the base in pieces (fully_shard)
 many_ranks.py wrong              one rank's data are wrong
 many_ranks.py keep FOLDER        the memory of a model in pieces, in the middle of a protection, in three ways
 many_ranks.py reload FOLDER      what `keep` kept, on another number of ranks, kept again
@@ -37,6 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import limpet
 import networks
+import sharded_adapters
 from limpet.curvature import FisherPass
 from limpet.curvature.checkpoint import Checkpoint
 from limpet.errors import RankError
@@ -91,7 +93,8 @@ def passes(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None
 def train(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None:
     """Every rank takes its part of the same global batches."""
     torch.manual_seed(0)
-    for mode, every in (("proximal", 1), ("proximal", 4), ("gradient", 1), ("gradient", 3)):
+    modes = (("proximal", 1), ("proximal", 4), ("gradient", 1), ("gradient", 3))
+    for budget, (mode, every) in itertools.product((None, 0.05) if sharded else (None,), modes):
         model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -103,9 +106,9 @@ def train(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None:
         if size > 1:
             net = is_sharded(model, size) if sharded else DistributedDataParallel(model)
         memory = limpet.OnlineLaplace(net, strength=4.0)
-        memory.consolidate([(x[rank::size], y[rank::size])], progress=False)
+        memory.consolidate([(x[rank::size], y[rank::size])], probe=80, progress=False)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-        with memory.protect(optimizer, examples=80, mode=mode, every=every):
+        with memory.protect(optimizer, examples=80, mode=mode, every=every, budget=budget):
             for step in range(50):
                 rows = torch.arange(8 * (step % 10), 8 * (step % 10) + 8)[rank::size]
                 optimizer.zero_grad()
@@ -113,8 +116,10 @@ def train(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None:
                 optimizer.step()
         tensors = {name: whole(p) for name, p in model.named_parameters()}
         tensors["forecast"] = torch.tensor(memory.forecast().quadratic, dtype=torch.float64)
+        if sharded or size == 1:  # of all examples, in another order; every replica has a probe of its own
+            tensors["drift"] = torch.tensor(float(memory.drift()), dtype=torch.float64)
         if rank == 0:
-            save_file(tensors, folder / f"{mode}-{every}.safetensors")
+            save_file(tensors, folder / f"{mode}-{every}-{budget}.safetensors")
 
 
 def transformer(size: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -320,6 +325,7 @@ def main() -> None:
         "callback": lambda: callback(Path(rest[0]), rank, size),
         "reduced": lambda: reduced(rank),
         "outputs": lambda: outputs(Path(rest[0]), rank, size),
+        "adapters": lambda: sharded_adapters.run(Path(rest[0]), rank, size),
     }
     jobs[what]()
     say(f"rank {rank} is done")

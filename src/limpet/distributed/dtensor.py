@@ -15,7 +15,7 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from limpet.distributed.process_group import Ranks
 from limpet.errors import UnsupportedError
@@ -25,6 +25,11 @@ def is_sharded(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor. Does not import `torch.distributed.tensor`."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_fsdp_unit(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to this module itself. Does not import `torch.distributed.fsdp`."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -41,6 +46,31 @@ def local(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]
         return shard
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor as a whole, detached. For a DTensor this is a collective."""
+    if not is_sharded(tensor):
+        return tensor.detach()
+    with torch.no_grad():
+        found: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+        return found
+
+
+def own_piece(parameter: Tensor, value: Tensor, ranks: Ranks) -> Tensor:
+    """Return this rank's piece of a value for a sharded parameter.
+
+    Args:
+        parameter: The DTensor.
+        value: The value, sharded in the same way or whole.
+        ranks: The process group.
+
+    Returns:
+        The piece.
+    """
+    if is_sharded(value):
+        return local(value)
+    return Layout.of("a parameter", parameter, ranks.size).cut_out(value, ranks.rank)
 
 
 def shard_like(parameter: Tensor, piece: Tensor) -> Tensor:

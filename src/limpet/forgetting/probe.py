@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from limpet.distributed import whole
 from limpet.errors import UnsupportedError, finite_number, signed_number
 from limpet.likelihoods import Likelihood
 from limpet.likelihoods.base import TALLY
@@ -134,7 +135,7 @@ class Probe:
         parameters, changed = named_parameters(model), self.changed_outside(model)
         if not changed or not set(changed) <= parameters.keys() & self.head.keys():
             return False
-        pairs = [(parameters[name].detach().cpu().double(), self.head[name].double()) for name in changed]
+        pairs = [(whole(parameters[name]).cpu().double(), self.head[name].double()) for name in changed]
         if any(now.shape != before.shape for now, before in pairs):
             return True
         now, before = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in zip(*pairs, strict=True))
@@ -217,7 +218,7 @@ def _sums(model: nn.Module, without: Collection[str]) -> dict[str, list[float]]:
     """Sum the values and the absolute values of every parameter that is neither in `without` nor in an adapter."""
     left_out = adapter_parameters(model)
     return {
-        name: [float(p.double().sum()), float(p.double().abs().sum())]
+        name: [float(whole(p).double().sum()), float(whole(p).double().abs().sum())]
         for name, p in named_parameters(model).items()
         if name not in without and p not in left_out
     }
@@ -228,7 +229,7 @@ def _head(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
     parameters = named_parameters(model)
     found = {name: p for name, p in ((name, parameters[name]) for name in names) if _is_stored(p)}
     small = HEAD_SHARE * sum(p.numel() for p in found.values()) <= sum(p.numel() for p in parameters.values())
-    return {name: _on_cpu(p) for name, p in found.items()} if small else {}
+    return {name: _on_cpu(whole(p)) for name, p in found.items()} if small else {}
 
 
 def _is_stored(parameter: Tensor) -> bool:

@@ -204,7 +204,7 @@ class Laplace(Memory):
             saved = self._checkpoint(checkpoint)
             rows = probe_rows(probe)
             fisher = self._measure(batches, examples, limit, forward, progress, saved, privacy)
-            probes = () if rows is None else (self._record_probe(fisher.first.take(rows), forward),)
+            probes = () if rows is None else (self._record_probe(fisher.first.take(self._share(rows)), forward),)
             self._settle([fisher], forward, privacy)
             self.probes += probes
             if saved is not None:
@@ -372,14 +372,22 @@ class Laplace(Memory):
 
         return run
 
+    def _share(self, rows: int) -> int:
+        """The number of rows that this rank contributes to a probe."""
+        sharding = self.posterior.sharding
+        return rows if sharding is None else -(-rows // sharding.ranks.size)
+
     def _record_probe(self, batches: Iterable[Any], forward: Forward | None) -> Probe:
         """Record a probe of these batches with the model's current outputs."""
         from limpet.forgetting.probe import Probe
 
-        self._reject_sharded("probe=")
-        held = {name for one in self.posterior.held.values() for name in one.block.parameters}
-        seed = self.seed + self.tasks
-        return Probe.record(self.model, list(batches), self.likelihood, forward, held=held, seed=seed)
+        sharding, seed, batches = self.posterior.sharding, self.seed + self.tasks, list(batches)
+        blocks = [held.block for held in self.posterior.held.values()]
+        if sharding is not None:  # all ranks run the model together, and store the same probe
+            blocks = list(sharding.blocks.values())
+            batches = [batch for some in sharding.ranks.gather(batches) for batch in some]
+        held = {name for block in blocks for name in block.parameters}
+        return Probe.record(self.model, batches, self.likelihood, forward, held=held, seed=seed)
 
     def _perturbation(
         self, batches: Iterable[Any], examples: int | None, limit: int | None, forward: Forward | None

@@ -505,6 +505,8 @@ class Memory(ABC):
     ) -> Drift:
         """Measure how much the model's predictions have changed: KL(before || now) on the memory's probe.
 
+        If the model is sharded, all ranks run the whole probe together.
+
         Unlike `forecast`, it is a measurement: it runs the model on the probe and uses no curvature approximation. If
         parameters outside of the memory, such as a head, were replaced, it is measured through the old ones: the probe
         stores them if they are at most a tenth of the model.
@@ -520,7 +522,7 @@ class Memory(ABC):
 
         Raises:
             LimpetError: If the memory has no probe.
-            UnsupportedError: If the memory is sharded.
+            UnsupportedError: If `blocks` is given and the memory is sharded.
 
         Examples:
             >>> import limpet
@@ -537,12 +539,14 @@ class Memory(ABC):
         """
         from limpet.forgetting.drift import drift
 
-        self._reject_sharded("drift")
+        if blocks:
+            self._reject_sharded("drift(blocks=True)")
         if not self.probes:
             raise LimpetError(NO_PROBE)
-        self.posterior.follow_devices()
         before = None if reference is None else unwrapped(reference)
-        return drift(self.posterior, self.probes, self.likelihood, forward, reference=before, blocks=blocks)
+        with sharing(self.posterior, "drift"):
+            self.posterior.follow_devices()
+            return drift(self.posterior, self.probes, self.likelihood, forward, reference=before, blocks=blocks)
 
     def sample_weights(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Sample the protected parameters from the posterior N(mean, L^-1).

@@ -30,6 +30,8 @@ HALF_TOLERANCE = 5e-2
 layer that computes something else is off by as much as the outputs themselves, because the random update is as large as
 the weight."""
 
+BASE = "base_layer."
+
 INSTEAD = (
     "Instead, use LoRA (peft.LoraConfig) without options that change its computation, or merge the adapter into the "
     "model first (model.merge_and_unload())"
@@ -54,8 +56,8 @@ def check_update(module: nn.Module, name: str, adapters: Sequence[LowRank]) -> N
         UnsupportedError: If it computes something else.
     """
     base: Any = module.base_layer
-    if base.weight.is_meta or is_sharded(base.weight):
-        return  # there are no values to compute with; a sharded model with adapters is rejected elsewhere
+    if base.weight.is_meta:
+        return  # there are no values to compute with
     if getattr(module, "disable_adapters", False) and getattr(module, "merged", False):
         return  # running the layer would unmerge the adapter
     wrong = f"{name}: this layer, a {described(module)}, is not plain LoRA: "
@@ -65,7 +67,12 @@ def check_update(module: nn.Module, name: str, adapters: Sequence[LowRank]) -> N
         raise UnsupportedError(f"{wrong}its forward has been replaced with that of a {kind}. {INSTEAD}")
     quantized = is_quantized(base)
     weight: Tensor = quantized_weight(base).values() if quantized else base.weight
-    values = _random_values(module, weight, adapters)
+    sharded = is_sharded(weight)
+    if sharded:  # other values will do, because all of them are given to the layer
+        weight = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)).to(weight.device, weight.dtype)
+    values = _random_values(module, weight, adapters, with_base=sharded)
+    given = {name.removeprefix(BASE): value for name, value in values.items() if name.startswith(BASE)}
+    values |= {f"{BASE}weight": weight} if sharded else {}
     x = _random_input(base, adapters, weight)
     try:
         with preserve_state(module), without_hooks(module), full_precision(), eager():
@@ -74,7 +81,7 @@ def check_update(module: nn.Module, name: str, adapters: Sequence[LowRank]) -> N
             if quantized:  # the layer itself cannot be given another weight
                 expected = F.linear(x, claimed, None if base.bias is None else base.bias.to(claimed))
             else:
-                expected = functional_call(base, {"weight": claimed}, (x.clone(),))
+                expected = functional_call(base, given | {"weight": claimed}, (x.clone(),))
             error, size = (float(one.double().norm()) for one in (found - expected, expected))
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as problem:
         raise UnsupportedError(
@@ -87,7 +94,9 @@ def check_update(module: nn.Module, name: str, adapters: Sequence[LowRank]) -> N
         )
 
 
-def _random_values(module: nn.Module, weight: Tensor, adapters: Sequence[LowRank]) -> dict[str, Tensor]:
+def _random_values(
+    module: nn.Module, weight: Tensor, adapters: Sequence[LowRank], *, with_base: bool
+) -> dict[str, Tensor]:
     """Random values for all parameters outside the base layer, such that the updates are about as large as the weight.
 
     With entries of A and B of scale s, an update of rank r has entries of scale scaling sqrt(r) s^2.
@@ -95,9 +104,9 @@ def _random_values(module: nn.Module, weight: Tensor, adapters: Sequence[LowRank
     generator = torch.Generator().manual_seed(0)
     scale = float(weight.square().mean(dtype=torch.float32).sqrt()) or 1.0
     factor = max((abs(one.scaling) * math.sqrt(one.left.shape[1]) for one in adapters), default=1.0) or 1.0
-    own = {id(parameter) for parameter in module.base_layer.parameters()}  # type: ignore[union-attr]
+    own = set() if with_base else {id(p) for p in module.base_layer.parameters()}  # type: ignore[union-attr]
     return {
-        name: (torch.randn(p.shape, generator=generator, device="cpu") * math.sqrt(scale / factor)).to(p)
+        name: (torch.randn(p.shape, generator=generator) * math.sqrt(scale / factor)).to(p.device, p.dtype)
         for name, p in module.named_parameters()
         if id(p) not in own and p.is_floating_point()
     }

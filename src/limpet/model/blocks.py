@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from limpet.distributed import is_fsdp_unit
 from limpet.errors import CurvatureError
 from limpet.layers import Layer, layer_type
 from limpet.model.adapters import adapter_parameters, is_adapted
@@ -107,13 +108,16 @@ def direct(name: str, shape: torch.Size) -> Block:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the user's module without the wrappers of torch.compile, DistributedDataParallel and PEFT."""
+    """Return the user's module without the wrappers of torch.compile, DistributedDataParallel and PEFT.
+
+    A wrapper of PEFT to which `fully_shard` was applied stays, because only its own forward gathers the parameters.
+    """
     while True:
         inner: Any = getattr(model, "_orig_mod", None)
         if inner is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
             inner = model.module
         tuner: Any = getattr(model, "base_model", None) if hasattr(model, "peft_config") else None
-        if inner is None and hasattr(tuner, "inject_adapter"):
+        if inner is None and hasattr(tuner, "inject_adapter") and not is_fsdp_unit(model):
             inner = tuner.model
         if not isinstance(inner, nn.Module):
             return model

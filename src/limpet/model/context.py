@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from limpet.distributed import current, is_sharded, local, own_piece
+from limpet.errors import UnsupportedError
 from limpet.model.quantized import in_the_graph
 
 
@@ -144,8 +146,13 @@ def perturbed(parameters: Mapping[str, nn.Parameter], displacement: Mapping[str,
         displacement: The displacement of some of the parameters, by name.
     """
     before = {name: parameters[name].data for name in displacement}
-    with replaced(parameters, {name: w + displacement[name].to(w.device, w.dtype) for name, w in before.items()}):
+    with replaced(parameters, {name: _moved(w, displacement[name]) for name, w in before.items()}):
         yield
+
+
+def _moved(weight: Tensor, by: Tensor) -> Tensor:
+    """The sum, which is sharded if both are."""
+    return weight + (by if is_sharded(weight) else by.to(weight.device, weight.dtype))
 
 
 @contextmanager
@@ -156,15 +163,32 @@ def replaced(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor
         parameters: The parameters by name.
         values: The values by name, which may have other shapes than the parameters.
     """
-    originals = {name: parameters[name].data for name in values}
+    sharded = [name for name in values if is_sharded(parameters[name])]
+    pieces = {name: local(parameters[name]).clone() for name in sharded}
+    originals = {name: parameters[name].data for name in values if name not in pieces}
     try:
         for name, original in originals.items():
             parameters[name].data = values[name].to(original.device, original.dtype)
+        for name in sharded:  # in place, because `fully_shard` has references to the pieces
+            _write_piece(parameters[name], values[name])
         with in_the_graph(parameters[name] for name in values):
             yield
     finally:
         for name, original in originals.items():
             parameters[name].data = original
+        for name, piece in pieces.items():
+            local(parameters[name]).copy_(piece)
+
+
+def _write_piece(parameter: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's piece of a value, whole or sharded, to a sharded parameter."""
+    ranks = current()
+    if ranks is None or value.shape != parameter.shape:
+        raise UnsupportedError(
+            f"a sharded parameter of shape {tuple(parameter.shape)} cannot be replaced with a value of shape "
+            f"{tuple(value.shape)}: measure in one process, or pass forward="
+        )
+    local(parameter).copy_(own_piece(parameter, value, ranks))
 
 
 def _restore_buffer(module: nn.Module, name: str, buffer: Tensor | None, copy: Tensor | None) -> None:

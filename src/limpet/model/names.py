@@ -61,6 +61,8 @@ def _wrapped(module: nn.Module) -> Iterator[str]:
     """Yield the relative names of the modules that a wrapper wraps."""
     children = module._modules
     yield from (name for name in AROUND if name in children)
+    if "base_model" in children and hasattr(module, "peft_config"):
+        yield "base_model.model"
     if "base_layer" in children and is_adapted(module):
         yield "base_layer"
     if "modules_to_save" in children and "original_module" in children:

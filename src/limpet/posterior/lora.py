@@ -23,7 +23,6 @@ which costs r (out^2 + in^2) multiplications and allocates nothing of the size o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,6 +98,16 @@ class LoRAPenalty:
         )
         same = all(a is b for a, b in zip(self.parameters, parameters, strict=True))
         return self.held is held and same and ours == theirs
+
+    def without_base(self) -> LoRAPenalty:
+        """Compute the offset of the base from the mean, and let go of the base, which is frozen.
+
+        Returns:
+            This object.
+        """
+        offset = self._offset()
+        self.parameters, self._known = (), ([], offset)
+        return self
 
     def coordinates(self) -> Tensor:
         """Return w - mean in the eigenbasis of the block, differentiable with respect to the adapters."""
@@ -210,24 +219,3 @@ class LoRAPenalty:
             offset = self.held.displacement(weights)
             self._known = state, self.sides().into(offset) if bool(offset.any()) else None
         return self._known[1]
-
-
-@torch.no_grad()
-def scale_down(blocks: Sequence[LoRAPenalty], most: float) -> None:
-    """Scale down the adapters, all by the same factor, until 1/2 d^T F d of these blocks is at most `most`.
-
-    The increase is quadratic in the factor if the whole displacement is due to the adapters; otherwise it shrinks more
-    slowly, and the scaling is repeated.
-
-    Args:
-        blocks: The blocks whose adapters are scaled in place.
-        most: Largest allowed increase.
-    """
-    for _ in range(20):
-        rise = sum(block.rise() for block in blocks)
-        if rise <= most * (1 + 1e-6):
-            return
-        for block in blocks:
-            for adapter in block.adapters:
-                if adapter.b.requires_grad:
-                    adapter.b.mul_(math.sqrt(most / rise))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from limpet.model.low_rank import LowRank
 from limpet.model.names import replaced_modules
 from limpet.model.quantized import own_parameters
 from limpet.posterior.block_posterior import BlockPosterior
+from limpet.posterior.gathered_adapters import GatheredAdapters
 from limpet.posterior.lora import LoRAPenalty
 from limpet.posterior.sharding import BlockSharding, reject_sharded
 from limpet.precision import STRUCTURES, Kronecker, KroneckerSum, Precision
@@ -28,7 +30,7 @@ PRIOR_MEANS = ("zero", "initial")
 class _EffectiveWeights(Mapping[str, Tensor]):
     """Effective weights by name: each parameter plus the update of its adapters, computed on access."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], adapted: Mapping[nn.Parameter, Sequence[LowRank]]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], adapted: Mapping[Any, Sequence[LowRank]]) -> None:
         self._parameters, self._adapted = parameters, adapted
 
     def __getitem__(self, name: str) -> Tensor:
@@ -109,12 +111,36 @@ class Posterior:
         """
         parameters, adapted = self.parameters(), adapted_parameters(self.model)
         self._check_sharing()
-        if self.sharding is not None:
-            if any(adapted.values()):
-                reject_sharded(self.sharding, "a memory of a model with adapters", "merge the adapters into the model")
-            exchange = self.sharding.exchange(parameters)
-            return exchange.bring({name: parameters[name] for name in exchange.layouts})
-        return _EffectiveWeights(parameters, adapted) if adapted else parameters
+        if self.sharding is None:
+            return _EffectiveWeights(parameters, adapted) if adapted else parameters
+        weights, gathered = self._base_weights(self.sharding), self.gathered_adapters()
+        if gathered is None:
+            return weights
+        names = {parameter: name for name, parameter in parameters.items()}
+        added: dict[Tensor, list[LowRank]] = {}
+        for block in self.sharding.blocks.values():
+            if self.sharding.owner(block) == self.sharding.ranks.rank:
+                for one in gathered.adapters(block.name):
+                    assert one.weight is not None
+                    added.setdefault(weights[names[one.weight]], []).append(one)
+        return _EffectiveWeights(weights, added)
+
+    def _base_weights(self, sharding: BlockSharding) -> dict[str, Tensor]:
+        """Gather the parameters of the blocks that this rank owns. This is a collective."""
+        parameters = self.parameters()
+        exchange = sharding.exchange(parameters)
+        return exchange.bring({name: parameters[name] for name in exchange.layouts})
+
+    def gathered_adapters(self) -> GatheredAdapters | None:
+        """Gather the adapters of a sharded model; None if it is not sharded or has none. This is a collective.
+
+        Raises:
+            UnsupportedError: If the base weight of an adapter is trained as well.
+        """
+        adapted = adapted_parameters(self.model)
+        if self.sharding is None or not any(adapted.values()):
+            return None
+        return GatheredAdapters(self.sharding, self.parameters(), adapted)
 
     def _check_sharing(self) -> None:
         """Raise if a measured weight that several layers shared is no longer shared by all of them."""
@@ -140,8 +166,20 @@ class Posterior:
                     "or remove the layer from modules_to_save"
                 )
 
+    def adapted_blocks(self) -> list[str]:
+        """Return the names of the blocks, of all ranks, that train through adapters."""
+        parameters, adapted = self.parameters(), adapted_parameters(self.model)
+        blocks = [held.block for held in self.held.values()] if self.sharding is None else self.sharding.blocks.values()
+        return [block.name for block in blocks if any(adapted.get(parameters[name]) for name in block.parameters)]
+
     def lora_penalties(self) -> dict[str, LoRAPenalty]:
-        """Return the penalties of the blocks that train through adapters, by name."""
+        """Return the penalties of the blocks that train through adapters, by name.
+
+        For a sharded model this is a collective, and the adapters are copies (`GatheredAdapters`).
+        """
+        if self.sharding is not None:
+            gathered = self.gathered_adapters()
+            return {} if gathered is None else self.sharded_lora_penalties(self.sharding, gathered)
         parameters, adapted = self.parameters(), adapted_parameters(self.model)
         found = {}
         for name, held in self.held.items() if adapted else ():
@@ -152,6 +190,23 @@ class Posterior:
                 fits = known is not None and known.fits(held, own, adapters)
                 found[name] = known if known is not None and fits else LoRAPenalty(held, own, adapters)
         self._lora_penalties = found
+        return found
+
+    def sharded_lora_penalties(self, sharding: BlockSharding, gathered: GatheredAdapters) -> dict[str, LoRAPenalty]:
+        """Return the penalties of the blocks that this rank owns and that train through adapters, by name.
+
+        Args:
+            sharding: Which rank owns which block.
+            gathered: The adapters.
+
+        Returns:
+            The penalties, which have computed the difference of the base from the mean and let go of the base.
+        """
+        weights, found = self._base_weights(sharding), {}
+        for name, held in self.held.items():
+            if name in gathered.blocks:
+                own = [nn.Parameter(weights[p], requires_grad=False) for p in held.block.parameters]
+                found[name] = LoRAPenalty(held, own, gathered.adapters(name)).without_base()
         return found
 
     def way_to_the_mean(self) -> dict[str, Tensor]:
@@ -250,7 +305,9 @@ class Posterior:
         """
         before = dict(self.held)
         if self.sharding is not None:
+            frozen = self.sharding.others(blocks, self.parameters())
             blocks = self.sharding.settle(blocks, self.structure)
+            self.sharding.blocks.update(frozen)
         try:
             self._arrange(blocks, self.weights())
         except LimpetError:

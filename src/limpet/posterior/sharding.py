@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
@@ -10,6 +11,8 @@ from limpet.curvature import Structure
 from limpet.distributed import Exchange, Ranks, current, is_sharded, share
 from limpet.errors import UnsupportedError
 from limpet.model import Block
+
+NOTHING_ELSE: Mapping[str, int] = MappingProxyType({})
 
 
 class BlockSharding:
@@ -50,14 +53,39 @@ class BlockSharding:
         self.blocks = {block.name: block for block in blocks}
         return [block for block in blocks if self.owner(block) == self.ranks.rank]
 
+    def others(self, blocks: Sequence[Block], parameters: Collection[str]) -> dict[str, Block]:
+        """Return the blocks so far whose parameters are in none of these, because they are frozen now.
+
+        Args:
+            blocks: The new blocks of all ranks.
+            parameters: Names of the parameters that the model has.
+
+        Returns:
+            The blocks, by name.
+        """
+        covered = {name for block in blocks for name in block.parameters}
+        return {
+            name: block
+            for name, block in self.blocks.items()
+            if covered.isdisjoint(block.parameters) and all(one in parameters for one in block.parameters)
+        }
+
     def owner(self, block: Block) -> int:
         """The rank that owns a block."""
         return self.owners[block.parameters[0]]
 
-    def exchange(self, parameters: Mapping[str, Tensor]) -> Exchange:
-        """Create the exchange that moves all blocks' parameters to their owners and back."""
+    def exchange(self, parameters: Mapping[str, Tensor], also: Mapping[str, int] = NOTHING_ELSE) -> Exchange:
+        """Create the exchange that moves all blocks' parameters to their owners and back.
+
+        Args:
+            parameters: The parameters, by name.
+            also: The owners of further parameters, by name.
+
+        Returns:
+            The exchange.
+        """
         names = {name for block in self.blocks.values() for name in block.parameters}
-        return Exchange(self.ranks, parameters, {name: self.owners[name] for name in sorted(names)})
+        return Exchange(self.ranks, parameters, {**{name: self.owners[name] for name in sorted(names)}, **also})
 
 
 def reject_sharded(sharding: BlockSharding | None, what: str, fix: str) -> None:

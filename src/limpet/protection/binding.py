@@ -10,6 +10,7 @@ from torch import nn
 
 from limpet.errors import LimpetError, LimpetWarning, warn
 from limpet.posterior import Posterior
+from limpet.posterior.gathered_adapters import GatheredAdapters
 from limpet.protection.bound_block import BoundBlock, Group, SteppedBlock
 from limpet.protection.exchange import BlockExchange, LocalExchange, exchange_for
 from limpet.protection.optimizers import few, refuse_unsupported
@@ -63,8 +64,9 @@ def bind(posterior: Posterior, optimizer: Any, *, mode: str, budget: bool) -> Bi
     """
     refuse_unsupported(optimizer)
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    exchange = exchange_for(posterior)
-    bound = list(_blocks(posterior, group_of, mode=mode, budget=budget))
+    adapters = posterior.gathered_adapters()
+    exchange = exchange_for(posterior, adapters)
+    bound = list(_blocks(posterior, group_of, adapters, mode=mode, budget=budget))
     reached = exchange.stepped(bound, group_of)
     if not reached:
         raise LimpetError(
@@ -75,10 +77,21 @@ def bind(posterior: Posterior, optimizer: Any, *, mode: str, budget: bool) -> Bi
 
 
 def _blocks(
-    posterior: Posterior, group_of: dict[nn.Parameter, Group], *, mode: str, budget: bool
+    posterior: Posterior,
+    group_of: dict[nn.Parameter, Group],
+    adapters: GatheredAdapters | None,
+    *,
+    mode: str,
+    budget: bool,
 ) -> Iterator[BoundBlock]:
     """Yield the blocks of this rank that the optimizer steps."""
-    weights, loras = posterior.parameters(), posterior.lora_penalties()
+    weights, sharding = posterior.parameters(), posterior.sharding
+    if sharding is None or adapters is None:
+        loras = posterior.lora_penalties() if sharding is None else {}
+    else:
+        loras = posterior.sharded_lora_penalties(sharding, adapters)
+        copies = {copy: weights[name] for copy, name in adapters.names.items()}
+        group_of = group_of | {copy: group_of[p] for copy, p in copies.items() if p in group_of}
     decayed = []
     for name, held in posterior.held.items():
         parameters = [weights[parameter] for parameter in held.block.parameters]

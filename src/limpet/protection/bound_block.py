@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,24 +52,27 @@ class SteppedBlock:
         block: The block.
         parameters: The parameters of the block.
         groups: The parameter group of each parameter; None if the optimizer does not step it.
+        adapter_groups: The parameter groups of the adapters' parameters.
     """
 
     block: Block
     parameters: list[nn.Parameter]
     groups: list[Group | None]
+    adapter_groups: dict[nn.Parameter, Group] = field(default_factory=dict, kw_only=True)
 
     @property
     def stepped(self) -> bool:
-        """Whether a parameter of the block has a gradient in this step."""
-        return any(parameter.grad is not None for parameter in self.parameters)
+        """Whether a parameter of the block, or of its adapters, has a gradient in this step."""
+        return any(parameter.grad is not None for parameter in (*self.parameters, *self.adapter_groups))
 
     @property
     def targets(self) -> set[nn.Parameter]:
-        """Parameters of the block that the optimizer steps."""
-        return {p for p, group in zip(self.parameters, self.groups, strict=True) if group is not None}
+        """Parameters that the optimizer steps, including those of adapters."""
+        own = {p for p, group in zip(self.parameters, self.groups, strict=True) if group is not None}
+        return own | set(self.adapter_groups)
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of the block, by name."""
+        """Return the parameters of the block, by name; sharded if the model is."""
         return dict(zip(self.block.parameters, self.parameters, strict=True))
 
 
@@ -82,33 +85,28 @@ class BoundBlock(SteppedBlock):
         apply: Multiplies by the precision, prepared for repeated use; None to use the posterior's own.
         spectrum: Spectrum of the Fisher, together with the prior; only with a budget.
         lora: The penalty in terms of the adapters' factors; None if the block has no adapters.
-        adapter_groups: The parameter groups of the adapters' parameters.
     """
 
     held: BlockPosterior
     apply: Callable[[Tensor], Tensor] | None = None
     spectrum: Spectrum | None = None
     lora: LoRAPenalty | None = None
-    adapter_groups: dict[nn.Parameter, Group] = field(default_factory=dict)
 
-    @property
-    def stepped(self) -> bool:
-        """Whether a parameter of the block, or of its adapters, has a gradient in this step."""
-        return any(parameter.grad is not None for parameter in (*self.parameters, *self.adapter_groups))
+    def displacement(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Compute w - mean; with adapters, in the block's eigenbases.
 
-    @property
-    def targets(self) -> set[nn.Parameter]:
-        """Parameters that the optimizer steps, including those of adapters."""
-        return super().targets | set(self.adapter_groups)
+        Args:
+            weights: The parameters of blocks without adapters, whole.
 
-    def displacement(self) -> Tensor:
-        """Compute w - mean; with adapters, in the block's eigenbases."""
-        return self.held.displacement(self.weights()) if self.lora is None else self.lora.coordinates()
+        Returns:
+            The displacement.
+        """
+        return self.held.displacement(weights) if self.lora is None else self.lora.coordinates()
 
-    def coordinates(self) -> Tensor:
+    def coordinates(self, weights: Mapping[str, Tensor]) -> Tensor:
         """Compute w - mean in the eigenbasis of the spectrum."""
         assert self.spectrum is not None
-        d = self.displacement()
+        d = self.displacement(weights)
         return d if self.lora is not None and self.lora.rotated else self.spectrum.into(d)
 
     def gradient(self, d: Tensor) -> Tensor:
@@ -129,14 +127,24 @@ class BoundBlock(SteppedBlock):
         gradient = (self.spectrum.prior + factor * self.spectrum.fisher) * coordinates
         return gradient if self.lora is not None and self.lora.rotated else self.spectrum.back(gradient)
 
-    def penalty_parts(self) -> Iterator[Part]:
-        """Yield the gradient of the penalty for every parameter that the optimizer steps."""
+    def penalty_parts(self, weights: Mapping[str, Tensor]) -> Iterator[Part]:
+        """Return the gradient of the penalty for every parameter that the optimizer steps.
+
+        Args:
+            weights: The parameters of blocks without adapters, whole.
+
+        Returns:
+            The gradients.
+        """
         if self.lora is not None and self.lora.product is not None and self._only_factors:
             return self._stepped_only(self.lora.penalty_gradients(self.lora.product))
-        return self.parts(self.gradient(self.displacement()))
+        return self.parts(self.gradient(self.displacement(weights)))
 
-    def measured(self) -> tuple[float, Callable[[float], Iterator[Part]]]:
+    def measured(self, weights: Mapping[str, Tensor]) -> tuple[float, Callable[[float], Iterator[Part]]]:
         """Compute 1/2 d^T F d at the current weights.
+
+        Args:
+            weights: The parameters of blocks without adapters, whole.
 
         Returns:
             The value, and a function that maps a multiplier of the Fisher to the gradient of the penalty.
@@ -148,7 +156,7 @@ class BoundBlock(SteppedBlock):
                 lora.penalty_gradients(replace(product.times(factor), prior=prior))
             )
         assert self.spectrum is not None
-        c = self.coordinates()
+        c = self.coordinates(weights)
         return self.spectrum.rise(c, 0.0), lambda factor: self.parts(self.multiplied_gradient(c, factor))
 
     @property

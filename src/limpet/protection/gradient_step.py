@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from limpet.posterior.lora import scale_down
+from limpet.model.adapters import adapted_parameters
 from limpet.protection.added_gradients import AddedGradients
 from limpet.protection.bound_block import BoundBlock, Part, ProximalUpdate, SteppedBlock
 from limpet.protection.penalty_step import PenaltyStep
@@ -61,41 +62,29 @@ class GradientStep(PenaltyStep):
             reached = [one for one in self.binding.reached if one.stepped and one.targets.isdisjoint(without)]
             yield from self._gradients(reached)
             return
-        stepped = [bound for bound in self.binding.bound if bound.stepped and bound.targets.isdisjoint(without)]
-        measured = [bound.measured() for bound in stepped]
-        if without:
-            for _, parts in measured:
-                yield from parts(self.factor)
-            return
-        rise = sum(found for found, _ in measured) + self._rise_of_others(stepped)
-        self.factor = self.budget.follow(rise / self.old_examples)
-        self.state.multiplier = self.budget.state
-        self.state.count += self.every == 1
-        for _, parts in measured:
-            yield from parts(self.factor)
+        reached = [one for one in self.binding.reached if one.stepped and one.targets.isdisjoint(without)]
+        stepped, whole = self._gathered(reached)
+        exchange = self.binding.exchange
+        measured = [bound.measured(whole) for bound in stepped]
+        if not without:
+            rise = exchange.total(sum(found for found, _ in measured)) + self._rise_of_others(stepped)
+            self.factor = self.budget.follow(rise / self.old_examples)
+            self.state.multiplier = self.budget.state
+            self.state.count += self.every == 1
+        yield from exchange.scatter((part for _, parts in measured for part in parts(self.factor)), reached)
 
-    def _gradients(self, reached: Sequence[SteppedBlock]) -> Iterator[Part]:
-        """Yield the gradient of the penalty of these blocks, for every parameter that the optimizer steps."""
-        plain = []
-        for one in reached:
-            if isinstance(one, BoundBlock) and one.lora is not None:
-                yield from one.penalty_parts()
-            else:
-                plain.append(one.block)
-        if not plain:
-            return
-        blocks, names = {block.name for block in plain}, [name for block in plain for name in block.parameters]
-        parameters, group_of, exchange = self.binding.parameters, self.binding.group_of, self.binding.exchange
-        whole = exchange.bring({name: parameters[name] for name in names})
-        found = (
-            (name, (part,))
-            for bound in self.binding.bound
-            if bound.block.name in blocks
-            for name, part in bound.block.scatter(bound.gradient(bound.held.displacement(whole))).items()
-        )
-        for name, (part,) in exchange.give(found, names, 1):
-            if parameters[name] in group_of:
-                yield parameters[name], group_of[parameters[name]], part
+    def _gathered(self, reached: Sequence[SteppedBlock]) -> tuple[list[BoundBlock], Mapping[str, Tensor]]:
+        """Return those of these blocks that this rank owns, with their current weights, whole."""
+        names, exchange = {one.block.name for one in reached}, self.binding.exchange
+        exchange.refresh(names)
+        plain = [name for one in reached if not one.adapter_groups for name in one.block.parameters]
+        whole = exchange.bring({name: self.binding.parameters[name] for name in plain})
+        return [bound for bound in self.binding.bound if bound.block.name in names], whole
+
+    def _gradients(self, reached: Sequence[SteppedBlock]) -> Iterable[Part]:
+        """Return the gradient of the penalty of these blocks, for every parameter that the optimizer steps."""
+        stepped, whole = self._gathered(reached)
+        return self.binding.exchange.scatter((part for one in stepped for part in one.penalty_parts(whole)), reached)
 
     def restore(self) -> None:
         """Restore the user's gradients, unless something else has replaced them."""
@@ -110,15 +99,34 @@ class GradientStep(PenaltyStep):
         """
         if self.budget is None:
             return
-        whole = [bound for bound in self.binding.bound if bound.lora is None]
-        partial = any(group is None for bound in whole for group in bound.groups)
+        plain = [one for one in self.binding.reached if not one.adapter_groups]
+        partial = any(group is None for one in plain for group in one.groups)
         for _ in range(20 if partial else 1):  # parameters that are not stepped stay, so one solution is not enough
-            updates = [ProximalUpdate(b, 1.0, b.held.displacement(b.weights()), 1e-3 * self.weight) for b in whole]
-            self._apply_updates(updates, [name for b in whole for name in b.block.parameters])
+            stepped, whole = self._gathered(plain)
+            updates = [ProximalUpdate(b, 1.0, b.held.displacement(whole), 1e-3 * self.weight) for b in stepped]
+            self._apply_updates(updates, [name for one in plain for name in one.block.parameters])
             if not self.factor:
                 break
-        lora = [bound.lora for bound in self.binding.bound if bound.lora is not None]
-        if lora:
-            others = self._rise_of_others([bound for bound in self.binding.bound if bound.lora is not None])
-            left = max(self.budget.quadratic * self.old_examples - others, 0.0)
-            scale_down(lora, left)
+        self._scale_adapters([one for one in self.binding.reached if one.adapter_groups])
+
+    def _scale_adapters(self, reached: Sequence[SteppedBlock]) -> None:
+        """Scale the adapters down, all by the same factor, until the forecast is within the budget.
+
+        The increase is quadratic in the factor if the whole displacement is due to the adapters; otherwise it shrinks
+        more slowly, and the scaling is repeated.
+        """
+        if not reached or self.budget is None:
+            return
+        names, exchange = {one.block.name for one in reached}, self.binding.exchange
+        stepped = [bound for bound in self.binding.bound if bound.block.name in names]
+        most = max(self.budget.quadratic * self.old_examples - self._rise_of_others(stepped), 0.0)
+        weights = {weight for one in reached for weight in one.parameters}
+        adapted = adapted_parameters(self.posterior.model).items()
+        trained = [one.b for weight, some in adapted if weight in weights for one in some if one.b.requires_grad]
+        for _ in range(20):
+            exchange.refresh(names)
+            rise = exchange.total(sum(one.lora.rise() for one in stepped if one.lora is not None))
+            if rise <= most * (1 + 1e-6):
+                return
+            for b in trained:
+                b.mul_(math.sqrt(most / rise))

@@ -119,9 +119,9 @@ class PenaltyStep(ABC):
     def _apply_updates(self, updates: Sequence[ProximalUpdate], names: Sequence[str]) -> None:
         """Apply the proximal updates of this rank's blocks, and write the results of all ranks to the parameters."""
         factor = None
-        if self.budget is not None and updates:
-            others = self._rise_of_others([update.bound for update in updates])
-            factor = self.budget.solve(lambda m: (sum(u.rise(m) for u in updates) + others) / self.old_examples)
+        if self.budget is not None and names:
+            others, total = self._rise_of_others([update.bound for update in updates]), self.binding.exchange.total
+            factor = self.budget.solve(lambda m: (total(sum(u.rise(m) for u in updates)) + others) / self.old_examples)
             self.factor, self.state.multiplier = factor, self.budget.state
         found = (pair for update in updates for pair in self._updated(update, factor))
         bound = self.binding

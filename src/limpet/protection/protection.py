@@ -38,7 +38,6 @@ from limpet.forgetting.forecast import Forecast
 from limpet.forgetting.repair import Repair
 from limpet.model import full_precision
 from limpet.posterior import Posterior
-from limpet.posterior.sharding import reject_sharded
 from limpet.protection.added_gradients import loss_gradient
 from limpet.protection.binding import Binding, bind, parameter_groups
 from limpet.protection.bound_block import ProximalState
@@ -131,12 +130,10 @@ class Protection:
         on_enter: Callable[[Protection], None] = lambda _: None,
         on_exit: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        if budget is not None:
-            reject_sharded(posterior.sharding, "budget=", "use a strength instead, and monitor memory.forecast()")
         self.posterior = posterior
         self.optimizer = inner_optimizer(optimizer)
         no_repair = repairer if isinstance(repairer, str) else None
-        adapted = list(posterior.lora_penalties())
+        adapted = posterior.adapted_blocks()
         self.mode = mode_for(self.optimizer, mode, every, adapted, no_repair=no_repair, prefer_repair=prefer_repair)
         self.every, self.examples = every, examples
         self.weight = penalty_weight(examples, reduction, batch_size)
