@@ -49,6 +49,11 @@ STRUCTURES = ["kronecker", "diagonal"]
 FISHERS = ["exact", "sampled"]
 
 
+def networks_on(size: int) -> list[str]:
+    """All on up to two ranks, and on more, where processes share cores, those that differ the most."""
+    return NETWORKS if size <= 2 else ["linear", "transformer", "embedding"]
+
+
 def say(line: str) -> None:
     """Print it at once, so that the lines of several processes do not mix."""
     sys.stdout.write(line + "\n")
@@ -75,7 +80,7 @@ def shards(x: Tensor, y: Tensor, rank: int, size: int) -> list[tuple[Tensor, Ten
 
 def passes(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None:
     """The memories of two tasks, of every network and structure."""
-    for name in NETWORKS:
+    for name in networks_on(size):
         for structure, fisher in itertools.product(STRUCTURES, FISHERS):
             model, x, y = networks.build(name)
             model = is_sharded(model, size) if sharded else model

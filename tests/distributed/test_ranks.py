@@ -74,8 +74,8 @@ def test_outputs_are_protected_on_two_ranks_as_on_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("job", ["pass", "pass-sharded"])
 def test_the_memory_of_many_ranks_is_that_of_one(job: str, ranks: int, alone: Path, tmp_path: Path) -> None:
     torchrun(ranks, job, str(tmp_path))
-    names = sorted(path.name for path in alone.iterdir())
-    assert len(names) == len(many_ranks.NETWORKS) * len(many_ranks.STRUCTURES) * len(many_ranks.FISHERS)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert len(names) == len(many_ranks.networks_on(ranks)) * len(many_ranks.STRUCTURES) * len(many_ranks.FISHERS)
     for name in names:
         network = name.rpartition("-")[0]
         model, _, _ = networks.build(network)

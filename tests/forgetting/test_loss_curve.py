@@ -386,3 +386,26 @@ def test_old_data_and_fresh_curvature_go_together() -> None:
             wrong()
     with pytest.raises(ValueError, match="kept"):
         memory.forecast(curvature="new")
+
+
+def test_positions_of_sequences_count_as_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from language_models import VOCABULARY, llama
+    from limpet.forgetting import loss_probe, measurement
+
+    found: list[int] = []
+
+    class Counting(loss_probe.LossProbe):
+        def __init__(self, model: Any, batches: Any, *rest: Any) -> None:
+            batches = list(batches)
+            found.append(sum(len(batch["input_ids"]) for batch in batches))
+            super().__init__(model, batches, *rest)
+
+    monkeypatch.setattr(measurement, "LossProbe", Counting)
+    rows = torch.randint(1, VOCABULARY, (40, 9), generator=torch.Generator().manual_seed(0))
+    memory = limpet.OnlineLaplace(llama())
+    memory.consolidate([{"input_ids": part, "labels": part} for part in rows.split(8)], progress=False)
+    # eight positions in a row: 2 rows have 16 of them, and 8 rows 64
+    assert found == [4, 8]
+    (task,) = memory.history.tasks
+    assert task.curve.predicted

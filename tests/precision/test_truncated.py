@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,6 +141,9 @@ def test_everything_a_precision_does_is_that_of_the_dense_matrix(groups: tuple[i
     torch.testing.assert_close(plain.flatten(), precision.fisher().dense().diagonal())
     torch.testing.assert_close(total.flatten(), L.diagonal() - 0.5)
     spectrum = precision.spectrum()
+    assert spectrum.distinct is not None
+    written_out = replace(spectrum, distinct=None)
+    assert spectrum.expected_rise(0.3) == pytest.approx(written_out.expected_rise(0.3), rel=1e-12)
     scaled = spectrum.back((spectrum.total + spectrum.prior) * spectrum.into(v))
     torch.testing.assert_close(scaled.flatten(), L @ flat)
     torch.testing.assert_close(precision.scale(3.0).dense(), 3 * L)

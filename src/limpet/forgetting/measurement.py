@@ -45,8 +45,9 @@ RISES = (0.002, 0.006, 0.02, 0.06, 0.2)
 SHARE = 0.05
 """Cost of the measurement, as a fraction of the cost of the curvature pass."""
 
-LEAST = 16
-"""Smallest number of examples to measure on."""
+LEAST, SEQUENCES = 16, 4
+"""Smallest number of examples to measure on; of predicted positions if there are several in a row, and then so many
+rows at least, because the positions of a row are alike."""
 
 DRIFT_PART, DRIFT_LEAST = 4, 64
 """The drift, which varies less between examples than the loss, is measured on one of 4, and on 64 at least."""
@@ -84,10 +85,10 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
     rows = round(SHARE * fisher.rows * (1 + 2 * fisher.roots) / (2 * len(RISES) + 1))
 
     def probe_of(rows: int) -> LossProbe:
-        share = max(rows, LEAST) if ranks is None else -(-max(rows, LEAST) // ranks.size)
+        share = rows if ranks is None else -(-rows // ranks.size)
         return LossProbe(posterior.model, fisher.first.take(share), likelihood, forward, seed)
 
-    probe = probe_of(rows)
+    probe = probe_of(max(rows, needed_rows(LEAST, fisher)))
     if not blocks or not (probe.batches or ranks):
         return Curves()
     points = []
@@ -108,8 +109,21 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
         curve = Curve.through(points)
         if gradient is not None:  # the direction is known, and was measured
             return Curves(curve, curve)
-        fewer = probe_of(max(rows // DRIFT_PART, DRIFT_LEAST))
+        fewer = probe_of(max(rows // DRIFT_PART, needed_rows(LEAST, fisher), needed_rows(DRIFT_LEAST, fisher)))
         return Curves(curve, coherent_curve(blocks, fewer, fisher.examples, fisher.loss_scale))
+
+
+def needed_rows(examples: int, fisher: Fisher) -> int:
+    """Return how many rows have so many examples, or predicted positions.
+
+    Args:
+        examples: Number of examples.
+        fisher: The Fisher of the task, which knows how many there are in a row.
+
+    Returns:
+        The number of rows; at least `SEQUENCES`, or `examples` if that is less.
+    """
+    return max(math.ceil(examples * fisher.rows / max(fisher.seen, 1)), min(examples, SEQUENCES))
 
 
 Displacements = list[list[Tensor]]

@@ -57,6 +57,11 @@ class Basis:
         """Number of eigenvalues that are stored: one for every column of U."""
         return sum(self.sizes)
 
+    @property
+    def counts(self) -> Tensor:
+        """How many columns of U each of the stored eigenvalues belongs to."""
+        return self.trace.new_ones(self.length)
+
     def spread(self, values: Tensor) -> Tensor:
         """Return one eigenvalue for every column of U, along the last dimension, from the stored ones."""
         return values

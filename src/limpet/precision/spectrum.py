@@ -22,6 +22,8 @@ class Spectrum:
         prior: Prior precision, not included in `total`.
         into: Maps a block (or several, along leading dimensions) into the basis.
         back: Maps coordinates in the basis back to a block.
+        distinct: The same eigenvalues without repetitions (of the Fisher, in total, and how often each occurs), if the
+            precision is truncated and has few.
     """
 
     fisher: Tensor
@@ -29,6 +31,7 @@ class Spectrum:
     prior: float
     into: Callable[[Tensor], Tensor]
     back: Callable[[Tensor], Tensor]
+    distinct: tuple[Tensor, Tensor, Tensor] | None = None
 
     def proximal_denominator(self, step: float, factor: float = 1.0) -> Tensor:
         """Return what the proximal step divides by in the basis: 1 + step (prior + factor total).
@@ -64,4 +67,7 @@ class Spectrum:
         Returns:
             The expected increase.
         """
-        return float((widened(self.fisher) / widened(self.proximal_denominator(step)).square()).sum()) / 2
+        if self.distinct is None:
+            return float((widened(self.fisher) / widened(self.proximal_denominator(step)).square()).sum()) / 2
+        fisher, total, counts = map(widened, self.distinct)
+        return float((counts * fisher / (1 + step * self.prior + step * total).square()).sum()) / 2

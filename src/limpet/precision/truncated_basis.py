@@ -86,6 +86,13 @@ class TruncatedBasis(Basis):
         """Number of eigenvalues that are stored, r + 1."""
         return self.rank + 1
 
+    @property
+    def counts(self) -> Tensor:
+        """How many columns of the complete basis each of the stored eigenvalues belongs to."""
+        found = self.trace.new_ones(self.length)
+        found[-1] = self.complement
+        return found
+
     def spread(self, values: Tensor) -> Tensor:
         """Return one eigenvalue for every column of the complete basis, from r + 1 along the last dimension."""
         rest = values[..., -1:].expand(*values.shape[:-1], self.complement)
