@@ -76,7 +76,10 @@ def run(folder: Path, rank: int, size: int) -> None:
         model = adapted(size)
         memory = limpet.load(folder / "memory.safetensors", model)
         assert isinstance(memory, limpet.Memory)
-        found = {"drift before": float(memory.drift()), "forecast before": float(memory.forecast())}
+        with torch.no_grad():
+            outputs = model(input_ids=new).logits
+            found = {"drift before": float(memory.drift()), "forecast before": float(memory.forecast())}
+            assert torch.equal(model(input_ids=new).logits, outputs)  # the root keeps what it has gathered
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
         with memory.protect(optimizer, examples=112, **options) as protection:
             for step in range(12):
@@ -84,9 +87,16 @@ def run(folder: Path, rank: int, size: int) -> None:
                 optimizer.zero_grad()
                 torch.autograd.backward(model(input_ids=own, labels=own).loss)
                 optimizer.step()
+            found["reached"] = len(protection.binding.reached)
+            if "budget" in options:
+                found["penalty"] = protection.penalty()
         found |= {"drift": float(memory.drift()), "forecast": float(memory.forecast())}
         found["quadratic"] = memory.forecast().quadratic
         found["penalised"] = protection.summary().penalised
+        if name == "gradient":  # most of the blocks that were loaded are frozen
+            memory.consolidate(
+                [{"input_ids": part, "labels": part} for part in new[rank::size].split(2)], progress=False
+            )
         tensors = {n: whole(p).contiguous() for n, p in model.named_parameters() if p.requires_grad}
         tensors |= {n: torch.tensor(value, dtype=torch.float64) for n, value in found.items()}
         memory.save(folder / f"{name} {size} memory.safetensors")

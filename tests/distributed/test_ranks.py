@@ -114,7 +114,7 @@ def test_adapters_of_a_sharded_model_are_protected_as_in_one_process(tmp_path: P
         torchrun(ranks, "adapters", str(tmp_path))
     for name in sharded_adapters.RUNS:
         one = load_file(tmp_path / f"{name} 1.safetensors")
-        assert 0 < one["drift before"] < one["drift"] and one["penalised"] == 12
+        assert 0 < one["drift before"] < one["drift"] and one["penalised"] == 12 and one["reached"] == 6
         for ranks in (2, 4):
             many = load_file(tmp_path / f"{name} {ranks}.safetensors")
             assert one.keys() == many.keys()
@@ -125,13 +125,18 @@ def test_adapters_of_a_sharded_model_are_protected_as_in_one_process(tmp_path: P
             first, second = (limpet.load(path, model) for path in saved)
             assert isinstance(first, limpet.Memory) and isinstance(second, limpet.Memory)
             assert second.penalty().item() == pytest.approx(first.penalty().item(), rel=1e-9)
+            assert second.tasks == (2 if name == "gradient" else 1)
+            for block, held in first.posterior.held.items():
+                expected = held.precision.dense()
+                found = second.posterior.held[block].precision.dense()
+                assert (found - expected).norm() < 1e-6 * expected.norm(), (name, ranks, block)
             assert float(second.drift()) == pytest.approx(float(first.drift()), rel=1e-9)
     assert load_file(tmp_path / "budget 1.safetensors")["forecast"] <= 0.0005 * 1.01
     made = [limpet.load(tmp_path / f"made {size}.safetensors", sharded_adapters.adapted(1)) for size in (1, 2, 4)]
-    for name, held in made[0].posterior.held.items():  # type: ignore[union-attr]
+    for block, held in made[0].posterior.held.items():  # type: ignore[union-attr]
         expected = held.precision.dense()
         for other in made[1:]:
-            found = other.posterior.held[name].precision.dense()  # type: ignore[union-attr]
+            found = other.posterior.held[block].precision.dense()  # type: ignore[union-attr]
             assert (found - expected).norm() < 1e-6 * expected.norm()
 
 

@@ -218,6 +218,62 @@ def test_adapters_merged_into_quantized_weights_are_rejected(memory_file: Any) -
         memory.penalty()
 
 
+def test_4_bits_in_numbers_of_another_dtype_are_recognized() -> None:
+    import bitsandbytes
+
+    torch.manual_seed(0)
+    plain = nn.Linear(128, 96)
+    options: Any = {"quant_type": "nf4", "compute_dtype": torch.float32, "quant_storage": torch.bfloat16}
+    layer = bitsandbytes.nn.Linear4bit(128, 96, **options)
+    layer.load_state_dict(plain.state_dict())
+    layer = layer.to("cpu")
+    assert layer.weight.is_floating_point() and is_quantized(layer)
+    error = quantized_weight(layer).values() - plain.weight.detach()
+    assert float(error.norm()) == pytest.approx(0.09 * float(plain.weight.detach().norm()), rel=0.1)
+
+
+def test_layers_keep_the_dtype_that_they_compute_in() -> None:
+    import bitsandbytes
+
+    layer = bitsandbytes.nn.Linear4bit(64, 32, quant_type="nf4").to("cpu")
+    assert layer.compute_dtype is None and not layer.compute_type_is_set
+    quantized_weight(layer).values()
+    assert layer.compute_dtype is None and not layer.compute_type_is_set
+
+
+def test_a_layer_that_is_followed_by_an_operation_in_place() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 64), torch.randint(0, 3, (40,))
+    first = quantized_layer(nn.Linear(64, 32), "nf4")
+    model = nn.Sequential(first, nn.ReLU(inplace=True), nn.Linear(32, 3))
+    plain = nn.Sequential(nn.Linear(64, 32), nn.ReLU(inplace=True), nn.Linear(32, 3))
+    plain.load_state_dict({**model[2].state_dict(prefix="2."), "0.bias": first.bias, "0.weight": first_values(first)})
+    plain[0].weight.requires_grad_(False)
+    memories = []
+    for one in (model, plain):
+        memory = limpet.OnlineLaplace(one, prior_mean="initial")
+        memory.consolidate([(x, y)], progress=False)
+        memories.append(memory)
+    held = [memory.posterior.held["2"].precision.dense() for memory in memories]
+    torch.testing.assert_close(*held)
+
+
+def first_values(layer: nn.Module) -> Tensor:
+    return quantized_weight(layer).values()
+
+
+def test_a_model_that_is_quantized_later_is_rejected() -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 3))
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate([(torch.randn(40, 64), torch.randint(0, 3, (40,)))], progress=False)
+    quantize_(model, Int8WeightOnlyConfig())
+    for call in (memory.forecast, memory.penalty, lambda: memory.save("nowhere")):
+        with pytest.raises(LimpetError, match=r"0\.weight was quantized or dequantized after the memory was made"):
+            call()
+
+
 def test_sketches_tell_the_distance_of_weights() -> None:
     torch.manual_seed(0)
     weight = torch.randn(300, 200)

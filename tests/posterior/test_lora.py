@@ -268,6 +268,22 @@ def test_a_budget_is_kept_by_adapters(structure: str) -> None:
     assert 0.02 < float(memory.forecast()) <= 0.05 * 1.001
 
 
+def test_the_end_of_a_budget_sees_adapters_that_are_not_trained() -> None:
+    model, memory, x, y = memory_of()
+    wrapped = adapted(model, target_modules=["up"])
+    shaken(wrapped, size=-0.25)  # small updates, so that the budget is within reach
+    for name, parameter in wrapped.named_parameters():
+        parameter.requires_grad_("lora_" not in name)
+    optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0)
+    with memory.protect(optimizer, examples=len(x), budget=0.05, mode="gradient"):
+        for _ in range(20):
+            optimizer.zero_grad()
+            F.cross_entropy(wrapped(x), (y + 1) % 4).backward()
+            optimizer.step()
+        before = float(memory.forecast())
+    assert 0 < float(memory.forecast()) <= before * 1.001
+
+
 def test_a_new_head_that_peft_keeps_whole_is_seen_under_its_own_name() -> None:
     model, memory, _, _ = memory_of()
     wrapped = adapted(model, target_modules=["up"], modules_to_save=["down"])

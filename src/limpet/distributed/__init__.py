@@ -12,7 +12,7 @@ Afterwards, every rank has the memory of all the data. A single process needs no
 
 from limpet.distributed.assignment import share
 from limpet.distributed.channel import set_timeout
-from limpet.distributed.dtensor import Exchange, is_fsdp_unit, is_sharded, local, own_piece, shard_like, whole
+from limpet.distributed.dtensor import Exchange, is_fsdp_unit, is_sharded, local, own_piece, reshard, shard_like, whole
 from limpet.distributed.failure import compare, together
 from limpet.distributed.process_group import Ranks, alone, current, launched, rank_and_size
 from limpet.distributed.replicated_batches import ReplicatedBatches
@@ -30,6 +30,7 @@ __all__ = [
     "local",
     "own_piece",
     "rank_and_size",
+    "reshard",
     "set_timeout",
     "shard_like",
     "share",

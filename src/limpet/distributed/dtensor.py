@@ -32,6 +32,20 @@ def is_fsdp_unit(module: nn.Module) -> bool:
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
+def reshard(model: nn.Module) -> None:
+    """Free the parameters that `fully_shard` has gathered and would use again, such as those of the root.
+
+    After a forward pass without a backward pass, the root of a sharded model keeps its gathered parameters, and has
+    these instead of DTensors. Does nothing for other models.
+
+    Args:
+        model: The model.
+    """
+    for module in model.modules():
+        if is_fsdp_unit(module):
+            module.reshard()  # type: ignore[operator]
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, detached and sharing its storage.
 

@@ -109,12 +109,12 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
         curve = Curve.through(points)
         if gradient is not None:  # the direction is known, and was measured
             return Curves(curve, curve)
-        fewer = probe_of(max(rows // DRIFT_PART, needed_rows(LEAST, fisher), needed_rows(DRIFT_LEAST, fisher)))
+        fewer = probe_of(max(rows // DRIFT_PART, needed_rows(DRIFT_LEAST, fisher)))
         return Curves(curve, coherent_curve(blocks, fewer, fisher.examples, fisher.loss_scale))
 
 
 def needed_rows(examples: int, fisher: Fisher) -> int:
-    """Return how many rows have so many examples, or predicted positions.
+    """Return the number of rows that contain at least `examples` examples, or predicted positions.
 
     Args:
         examples: Number of examples.

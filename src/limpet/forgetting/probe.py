@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from limpet.distributed import whole
+from limpet.distributed import reshard, whole
 from limpet.errors import UnsupportedError, finite_number, signed_number
 from limpet.likelihoods import Likelihood
 from limpet.likelihoods.base import TALLY
@@ -148,8 +148,12 @@ class Probe:
         Args:
             model: The model. If its head was not replaced, it runs as it is.
         """
-        with replaced(named_parameters(model), self.head if self.head_was_replaced(model) else {}):
-            yield
+        reshard(model)
+        try:
+            with replaced(named_parameters(model), self.head if self.head_was_replaced(model) else {}):
+                yield
+        finally:
+            reshard(model)  # what a sharded model gathered has the stored head
 
     @property
     def rows(self) -> int:
@@ -218,9 +222,10 @@ def _sums(model: nn.Module, without: Collection[str]) -> dict[str, list[float]]:
     """Sum the values and the absolute values of every parameter that is neither in `without` nor in an adapter."""
     left_out = adapter_parameters(model)
     return {
-        name: [float(whole(p).double().sum()), float(whole(p).double().abs().sum())]
+        name: [float(values.sum()), float(values.abs().sum())]
         for name, p in named_parameters(model).items()
-        if name not in without and p not in left_out
+        if name not in without and p not in left_out and not isinstance(p, QuantizedWeight)
+        for values in [whole(p).double()]
     }
 
 

@@ -97,7 +97,7 @@ class ApproximateLaplace(Laplace):
                     if file is not None:
                         file.remove()
                     fishers[number] = measure(number)
-            probes = () if rows is None else (self._record_probe(fishers[-1].first.take(rows), forward),)
+            probes = () if rows is None else (self._record_probe(fishers[-1].first.take(self._share(rows)), forward),)
             self._settle(fishers, forward)
             self.probes += probes
             self.history = self.history.measured_again()

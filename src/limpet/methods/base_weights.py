@@ -104,6 +104,11 @@ def mean_from_model(block: Block, base: Mapping[str, Any], weights: Mapping[str,
         MemoryFileError: If a parameter is not the published one.
     """
     if sketches(block, weights):
+        if "sketch" not in base:
+            raise MemoryFileError(
+                f"{block.name} of the model is quantized, and this file has no sketches to compare it with: load the "
+                "memory into the published model and save it again"
+            )
         check_sketches(block, base["sketch"], weights)
     for parameter in block.parameters:
         weight = weights[parameter].detach()

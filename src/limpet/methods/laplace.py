@@ -417,7 +417,7 @@ class Laplace(Memory):
             return FisherPass(*measured, displacement=displacement, **options)
         from limpet.curvature.fsdp import ShardedPass
 
-        sharding.settle(blocks, self.posterior.structure)
+        sharding.settle(blocks, self.posterior.structure, self.posterior.parameters())
         return ShardedPass(
             *measured, ranks=sharding.ranks, owners=sharding.owners, displacement=displacement, **options
         )
@@ -447,7 +447,9 @@ class Laplace(Memory):
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """Restore the memory if the body raises."""
-        held, constant = dict(self.posterior.held), self.posterior.constant
+        held, constant, sharding = dict(self.posterior.held), self.posterior.constant, self.posterior.sharding
+        quantized = self.posterior.quantized
+        sharded = None if sharding is None else (sharding.blocks, sharding.owners)
         names = (
             "_strength",
             "_direct",
@@ -465,7 +467,9 @@ class Laplace(Memory):
         try:
             yield
         except BaseException:
-            self.posterior.held, self.posterior.constant = held, constant
+            self.posterior.held, self.posterior.constant, self.posterior.quantized = held, constant, quantized
+            if sharding is not None and sharded is not None:
+                sharding.blocks, sharding.owners = sharded
             for name, value in before.items():
                 setattr(self, name, value)
             raise

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from limpet.distributed import current, is_sharded, together
+from limpet.distributed import current, is_sharded, reshard, together
 from limpet.errors import LimpetWarning, MemoryFileError, logger, warn
 from limpet.likelihoods import Likelihood
 from limpet.methods import Memory, OutputMemory
 from limpet.methods.restore import restored
+from limpet.posterior.sharding import reject_quantized_and_sharded
 
 if TYPE_CHECKING:
     from limpet.io.state import State
@@ -80,7 +81,10 @@ def load(
 
     if sha256 is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
         raise ValueError(f"sha256 must consist of 64 hexadecimal digits, not {sha256!r}")
+    reshard(model)
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
+    if sharded:
+        reject_quantized_and_sharded(model)
     with together("load", current() if sharded else None):
         try:
             state = _read(path, revision, sha256)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from limpet.curvature import Structure
 from limpet.deprecation import renamed_arguments
+from limpet.distributed import current, together
 from limpet.errors import (
     LimpetError,
     LimpetWarning,
@@ -30,7 +31,7 @@ from limpet.likelihoods import Likelihood, resolve
 from limpet.methods.agreement import sharing
 from limpet.methods.checks import check_model, excluded_names, say_what_is_not_protected
 from limpet.model import Block, Forward, discover, plain, unwrapped
-from limpet.model.quantized import from_zero
+from limpet.model.quantized import with_quantized_part
 from limpet.posterior import PRIOR_MEANS, Posterior
 from limpet.posterior.sharding import reject_sharded
 from limpet.precision import STRUCTURES, Kronecker
@@ -544,7 +545,8 @@ class Memory(ABC):
         if not self.probes:
             raise LimpetError(NO_PROBE)
         before = None if reference is None else unwrapped(reference)
-        with sharing(self.posterior, "drift"):
+        sharded = self.posterior.sharding is not None
+        with together("drift", current() if sharded else None, runs_model=sharded):
             self.posterior.follow_devices()
             return drift(self.posterior, self.probes, self.likelihood, forward, reference=before, blocks=blocks)
 
@@ -565,7 +567,7 @@ class Memory(ABC):
         self._reject_sharded("sample_weights")
         parameters = self.posterior.parameters()
         drawn = sample_weights(self.posterior, generator)
-        return {name: from_zero(parameters[name], weight) for name, weight in drawn.items()}
+        return {name: with_quantized_part(parameters[name], weight) for name, weight in drawn.items()}
 
     @renamed_arguments(how="link_approximation")
     def predictive(
@@ -770,7 +772,8 @@ class Memory(ABC):
             raise
         for name, value in attributes.items():
             setattr(self, name, value)
-        self.posterior.held, self.posterior.constant = held, constant
+        self.posterior.hold(held)
+        self.posterior.constant = constant
         self.posterior.prior_precision, self.posterior.prior_mean = prior_precision, prior_mean
         self._proximal_state = self._resume = proximal
 

@@ -246,9 +246,9 @@ def restore(
         metadata, sharding = content.metadata, posterior.sharding
         _compare(metadata["blocks"], posterior)
         by_parameters = {block.parameters: block for block in blocks}
-        kept = blocks if sharding is None else sharding.settle(blocks, posterior.structure)
+        kept = blocks if sharding is None else sharding.settle(blocks, posterior.structure, posterior.parameters())
         weights = posterior.weights()  # a collective if the model is sharded
-        base_weights = weights if sharding is not None else posterior.parameters()
+        base_weights = posterior.parameters() if sharding is None else posterior.base_weights(sharding)
         tensors = Untaken(content.tensors)
         held: dict[str, BlockPosterior] = {}
         for entry in metadata["blocks"]:

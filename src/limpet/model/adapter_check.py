@@ -22,7 +22,7 @@ from limpet.distributed import is_sharded
 from limpet.errors import UnsupportedError
 from limpet.model.context import eager, full_precision, preserve_state, without_hooks
 from limpet.model.low_rank import LowRank
-from limpet.model.quantized import is_quantized, quantized_weight
+from limpet.model.quantized import is_quantized, quantized_weight, unchanged
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-2}
 HALF_TOLERANCE = 5e-2
@@ -75,7 +75,7 @@ def check_update(module: nn.Module, name: str, adapters: Sequence[LowRank]) -> N
     values |= {f"{BASE}weight": weight} if sharded else {}
     x = _random_input(base, adapters, weight)
     try:
-        with preserve_state(module), without_hooks(module), full_precision(), eager():
+        with preserve_state(module), without_hooks(module), full_precision(), eager(), unchanged(base):
             found = functional_call(module, values, (x.clone(),))
             claimed = _claimed(module, weight, adapters, values)
             if quantized:  # the layer itself cannot be given another weight

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from limpet.distributed import current, is_sharded, local, own_piece
+from limpet.distributed import current, is_sharded, local, own_piece, reshard
 from limpet.errors import UnsupportedError
-from limpet.model.quantized import in_the_graph
+from limpet.model.quantized import differentiable_stand_ins
 
 
 @contextmanager
@@ -48,6 +48,7 @@ def preserve_state(model: nn.Module, batches: Any = None) -> Iterator[None]:
                 module.training = mode
             for module, name, buffer, copy in buffers:
                 _restore_buffer(module, name, buffer, copy)
+            reshard(model)
 
 
 @contextmanager
@@ -68,7 +69,7 @@ def trainable(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             parameter.requires_grad_(True)
         for parameter, _ in hooks:
             parameter._backward_hooks = None
-        with in_the_graph(these):
+        with differentiable_stand_ins(these):
             yield
     finally:
         for parameter, own_hooks in hooks:
@@ -171,7 +172,7 @@ def replaced(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor
             parameters[name].data = values[name].to(original.device, original.dtype)
         for name in sharded:  # in place, because `fully_shard` has references to the pieces
             _write_piece(parameters[name], values[name])
-        with in_the_graph(parameters[name] for name in values):
+        with differentiable_stand_ins(parameters[name] for name in values):
             yield
     finally:
         for name, original in originals.items():

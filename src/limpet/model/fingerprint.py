@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from limpet.distributed import current, is_sharded, local
 from limpet.distributed.dtensor import Layout
-from limpet.model.quantized import from_zero
+from limpet.model.quantized import with_quantized_part
 
 CHUNK = 2**22
 """Elements whose bits are summed at a time."""
@@ -59,7 +59,7 @@ def fingerprint_of_replica(parameters: Mapping[str, nn.Parameter]) -> dict[str, 
 
 def _hash_of_bits(parameter: Tensor) -> str:
     """Two sums over the bits of a tensor, modulo 2^64: a plain one and one weighted by the position."""
-    flat = from_zero(parameter, parameter).detach().contiguous().reshape(-1)
+    flat = with_quantized_part(parameter, parameter).detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     total = torch.zeros(2, dtype=torch.int64, device=flat.device)
@@ -74,7 +74,7 @@ def _hash_of_bits(parameter: Tensor) -> str:
 def _sums(name: str, parameter: Tensor) -> Tensor:
     """Return the plain and the weighted sum over the bits of a parameter, over all ranks if it is sharded."""
     ranks = current()
-    shard = local(from_zero(parameter, parameter)).cpu().contiguous()
+    shard = local(with_quantized_part(parameter, parameter)).cpu().contiguous()
     positions = torch.arange(parameter.numel()).reshape(parameter.shape)
     if ranks is not None and is_sharded(parameter):
         layout = Layout.of(name, parameter, ranks.size)

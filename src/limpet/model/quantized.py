@@ -53,13 +53,32 @@ class QuantizedWeight(nn.Parameter):
         found = torch.empty(self.shape, device=self.device)
         like = next((p for p in layer.parameters() if p.is_floating_point()), found)
         dtype = getattr(layer, "compute_dtype", None) or like.dtype
-        bias = 0.0 if layer.bias is None else layer.bias.float()
-        for start in range(0, self.shape[1], CHUNK):
-            width = min(CHUNK, self.shape[1] - start)
-            units = torch.zeros(width, self.shape[1], dtype=dtype, device=self.device)
-            units[range(width), range(start, start + width)] = 1
-            found[:, start : start + width] = (layer.forward(units).float() - bias).mT
+        with unchanged(layer):
+            bias = 0.0 if layer.bias is None else layer.bias.float()
+            for start in range(0, self.shape[1], CHUNK):
+                width = min(CHUNK, self.shape[1] - start)
+                units = torch.zeros(width, self.shape[1], dtype=dtype, device=self.device)
+                units[range(width), range(start, start + width)] = 1
+                found[:, start : start + width] = (layer.forward(units).float() - bias).mT
         return found
+
+
+@contextmanager
+def unchanged(layer: Any) -> Iterator[None]:
+    """Restore what the forward pass of a quantized layer adapts to its input: compute dtype, and dtype of the bias.
+
+    Args:
+        layer: The layer.
+    """
+    settings = {name: vars(layer)[name] for name in ("compute_dtype", "compute_type_is_set") if name in vars(layer)}
+    bias = getattr(layer, "bias", None)
+    data = None if bias is None else bias.data
+    try:
+        yield
+    finally:
+        vars(layer).update(settings)
+        if bias is not None:
+            bias.data = data
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -67,7 +86,13 @@ def is_quantized(module: nn.Module) -> bool:
     weight: Any = module._parameters.get("weight")
     if weight is None or type(weight) is nn.Parameter or not isinstance(module, nn.Linear):
         return False
-    return not weight.is_floating_point() or (not is_sharded(weight) and is_traceable_wrapper_subclass(weight))
+    if not weight.is_floating_point():
+        return True
+    if is_sharded(weight):
+        return False
+    # 4 bits may be packed into numbers of a floating dtype (quant_storage), and torchao has tensors of its own
+    packed = tuple(weight.shape) != (module.out_features, module.in_features)
+    return packed or is_traceable_wrapper_subclass(weight)
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -98,7 +123,7 @@ def quantized_weight(module: Any) -> QuantizedWeight:
     return found
 
 
-def from_zero(parameter: Tensor, weight: Tensor) -> Tensor:
+def with_quantized_part(parameter: Tensor, weight: Tensor) -> Tensor:
     """Return a weight with its quantized part, for what needs to know its size and not only how it has changed.
 
     Args:
@@ -112,7 +137,7 @@ def from_zero(parameter: Tensor, weight: Tensor) -> Tensor:
 
 
 @contextmanager
-def in_the_graph(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def differentiable_stand_ins(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Run the body with layers that compute W x + D x, with D the `QuantizedWeight`, and differentiate by D.
 
     Args:
@@ -124,7 +149,7 @@ def in_the_graph(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             layer = weight.layer() if isinstance(weight, QuantizedWeight) else None
             if layer is not None and not any(isinstance(hook, _Added) for hook in layer._forward_hooks.values()):
                 # before all other hooks, which then see an output that requires gradients
-                handles.append(layer.register_forward_hook(_Added(weight), prepend=True))
+                handles.append(layer.register_forward_hook(_Added(weight), prepend=True, with_kwargs=True))
         yield
     finally:
         for handle in handles:
@@ -137,29 +162,30 @@ class _Added:
     def __init__(self, weight: Any) -> None:
         self.weight: QuantizedWeight = weight
 
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        (x,) = args
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+        x: Tensor = args[0] if args else next(iter(kwargs.values()))
         if not self.weight.is_zero:
             return output + F.linear(x.to(self.weight.dtype), self.weight).to(output.dtype)
         if self.weight.requires_grad and torch.is_grad_enabled():
-            found: Tensor = _ZeroProduct.apply(output, x, self.weight)  # type: ignore[no-untyped-call]
-            return found
+            zero: Tensor = _ZeroProduct.apply(x.detach(), self.weight, output.dtype)  # type: ignore[no-untyped-call]
+            return output + zero
         return None
 
 
 class _ZeroProduct(torch.autograd.Function):
-    """output + weight x for a weight of zeros: the product is skipped, and its derivative by the weight is not."""
+    """weight x for a weight of zeros: the product is skipped, and its derivative by the weight is not.
+
+    It is a node of its own, so that autograd skips it where that derivative is not needed.
+    """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x)
         ctx.dtype = weight.dtype
-        return output.view_as(output)
+        return x.new_zeros((), dtype=dtype).expand(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor | None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
         (x,) = ctx.saved_tensors
-        if not ctx.needs_input_grad[2]:
-            return gradient, None, None
         rows, inputs = (one.reshape(-1, one.shape[-1]).to(ctx.dtype) for one in (gradient, x))
-        return gradient, None, rows.mT @ inputs
+        return None, rows.mT @ inputs, None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from limpet.curvature import Fisher
 from limpet.model import Block
-from limpet.model.quantized import from_zero
+from limpet.model.quantized import with_quantized_part
 from limpet.posterior import Posterior
 from limpet.precision import KroneckerSum, Precision, Spectrum, Term
 from limpet.precision.base import noise
@@ -170,7 +170,7 @@ def block_perturbations(posterior: Posterior, fisher: Fisher) -> list[BlockPertu
     """
     weights, parameters, found = posterior.weights(), posterior.parameters(), []
     for held in posterior.held.values():
-        own = {name: from_zero(parameters[name], weights[name]) for name in held.block.parameters}
+        own = {name: with_quantized_part(parameters[name], weights[name]) for name in held.block.parameters}
         square = float(held.matrix(own).detach().square().mean())
         if square > 0 and fisher.speaks_of(held.block):
             found.append(BlockPerturbation(held.block, held.precision, fisher.terms[held.block.name], square))

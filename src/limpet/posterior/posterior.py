@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from limpet.curvature import Structure
+from limpet.distributed import reshard
 from limpet.errors import LimpetError, UnsupportedError
 from limpet.model import PER_SAMPLE, Block, full_precision, is_excluded, named_parameters
 from limpet.model.adapters import adapted_parameters
 from limpet.model.low_rank import LowRank
 from limpet.model.names import replaced_modules
-from limpet.model.quantized import own_parameters
+from limpet.model.quantized import QuantizedWeight, own_parameters
 from limpet.posterior.block_posterior import BlockPosterior
 from limpet.posterior.gathered_adapters import GatheredAdapters
 from limpet.posterior.lora import LoRAPenalty
-from limpet.posterior.sharding import BlockSharding, reject_sharded
+from limpet.posterior.sharding import BlockSharding, reject_quantized_and_sharded, reject_sharded
 from limpet.precision import STRUCTURES, Kronecker, KroneckerSum, Precision
 
 PRIOR_MEANS = ("zero", "initial")
@@ -65,10 +66,14 @@ class Posterior:
         self.structure = structure
         self.prior_precision = prior_precision
         self.prior_mean = prior_mean
+        reshard(model)
         self.held: dict[str, BlockPosterior] = {}
+        self.quantized: frozenset[str] = frozenset()  # quantized parameters of the blocks in `held`
         self.constant = 0.0
         self._lora_penalties: dict[str, LoRAPenalty] = {}
         self.sharding = BlockSharding.of(model)
+        if self.sharding is not None:
+            reject_quantized_and_sharded(model)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the model's parameters by name.
@@ -76,11 +81,26 @@ class Posterior:
         Raises:
             UnsupportedError: If the model has lost a parameter that was measured.
         """
+        if self.sharding is not None:
+            reshard(self.model)
         found = named_parameters(self.model)
         for held in self.held.values():
             if held.tasks and not all(name in found for name in held.block.parameters):
                 raise _unreachable(self.model, held.block, found)
+            for name in held.block.parameters if held.tasks else ():
+                if isinstance(found[name], QuantizedWeight) != (name in self.quantized):
+                    raise UnsupportedError(
+                        f"{name} was quantized or dequantized after the memory was made or loaded: do that first (with "
+                        "bitsandbytes, by moving the model to its device), then call limpet.load(path, model)"
+                    )
         return found
+
+    def hold(self, held: dict[str, BlockPosterior]) -> None:
+        """Replace all blocks by others, whose means belong to the model as it is quantized now."""
+        found = named_parameters(self.model)
+        names = {name for one in held.values() for name in one.block.parameters}
+        self.held = held
+        self.quantized = frozenset(name for name in names if isinstance(found.get(name), QuantizedWeight))
 
     def unreachable(self) -> dict[str, torch.Size]:
         """Return the parameters with tasks that the model no longer has, with their shapes."""
@@ -113,7 +133,7 @@ class Posterior:
         self._check_sharing()
         if self.sharding is None:
             return _EffectiveWeights(parameters, adapted) if adapted else parameters
-        weights, gathered = self._base_weights(self.sharding), self.gathered_adapters()
+        weights, gathered = self.base_weights(self.sharding), self.gathered_adapters()
         if gathered is None:
             return weights
         names = {parameter: name for name, parameter in parameters.items()}
@@ -125,7 +145,7 @@ class Posterior:
                     added.setdefault(weights[names[one.weight]], []).append(one)
         return _EffectiveWeights(weights, added)
 
-    def _base_weights(self, sharding: BlockSharding) -> dict[str, Tensor]:
+    def base_weights(self, sharding: BlockSharding) -> dict[str, Tensor]:
         """Gather the parameters of the blocks that this rank owns. This is a collective."""
         parameters = self.parameters()
         exchange = sharding.exchange(parameters)
@@ -202,7 +222,7 @@ class Posterior:
         Returns:
             The penalties, which have computed the difference of the base from the mean and let go of the base.
         """
-        weights, found = self._base_weights(sharding), {}
+        weights, found = self.base_weights(sharding), {}
         for name, held in self.held.items():
             if name in gathered.blocks:
                 own = [nn.Parameter(weights[p], requires_grad=False) for p in held.block.parameters]
@@ -305,13 +325,14 @@ class Posterior:
         """
         before = dict(self.held)
         if self.sharding is not None:
-            frozen = self.sharding.others(blocks, self.parameters())
-            blocks = self.sharding.settle(blocks, self.structure)
-            self.sharding.blocks.update(frozen)
+            sharded = self.sharding.blocks, self.sharding.owners
+            blocks = self.sharding.settle(blocks, self.structure, self.parameters())
         try:
             self._arrange(blocks, self.weights())
         except LimpetError:
             self.held = before
+            if self.sharding is not None:
+                self.sharding.blocks, self.sharding.owners = sharded
             raise
 
     def _arrange(self, blocks: Sequence[Block], weights: Mapping[str, Tensor]) -> None:
@@ -337,7 +358,7 @@ class Posterior:
                         "model now trains or uses only some of them: restore requires_grad to what it was"
                     )
                 arranged[held.block.name] = held  # frozen since: its posterior stays valid
-        self.held = arranged
+        self.hold(arranged)
         self.follow_devices()
 
     def _turn_to_diagonals(self, direct: set[str]) -> None:
@@ -371,7 +392,7 @@ class Posterior:
             if held.mean.device != device:
                 self.held[name] = replace(
                     held,
-                    mean=held.mean.to(device),
+                    mean=moved_mean(held.mean, device),
                     linear_term=None if held.linear_term is None else held.linear_term.to(device),
                     precision=held.precision.to(device, held.mean.dtype),
                 )
@@ -406,6 +427,13 @@ class Posterior:
     def nbytes(self) -> int:
         """Size of all tensors stored by this rank, in bytes."""
         return sum(held.nbytes for held in self.held.values())
+
+
+def moved_mean(mean: Tensor, device: torch.device) -> Tensor:
+    """Move a mean to a device; zeros that are a view of one number stay one."""
+    if mean.dim() and not any(mean.stride()):
+        return mean.flatten()[0].to(device).expand(mean.shape)
+    return mean.to(device)
 
 
 def _unreachable(model: nn.Module, block: Block, found: Collection[str]) -> UnsupportedError:

@@ -11,6 +11,7 @@ from limpet.curvature import Structure
 from limpet.distributed import Exchange, Ranks, current, is_sharded, share
 from limpet.errors import UnsupportedError
 from limpet.model import Block
+from limpet.model.quantized import is_quantized
 
 NOTHING_ELSE: Mapping[str, int] = MappingProxyType({})
 
@@ -34,26 +35,29 @@ class BlockSharding:
         pieces = any(is_sharded(parameter) for parameter in model.parameters())
         return None if ranks is None or not pieces else cls(ranks)
 
-    def settle(self, blocks: Sequence[Block], structure: Structure) -> list[Block]:
-        """Assign every new block to a rank, balanced by size.
+    def settle(self, blocks: Sequence[Block], structure: Structure, parameters: Collection[str]) -> list[Block]:
+        """Assign every new block to a rank, balanced by size. Blocks that are frozen now keep theirs.
 
         Args:
-            blocks: The blocks of all ranks.
+            blocks: The blocks of all ranks that are measured now.
             structure: The structure of the blocks, which determines their sizes.
+            parameters: Names of the parameters that the model has.
 
         Returns:
             The blocks that this rank owns.
         """
+        frozen = self._others(blocks, parameters)
         new = {b.name: structure.size(b) for b in blocks if self.owners.keys().isdisjoint(b.parameters)}
         owners = share(new, self.ranks.size)
+        self.owners = dict(self.owners)
         for block in blocks:
             known = [self.owners[name] for name in block.parameters if name in self.owners]
             owner = known[0] if known else owners[block.name]
             self.owners.update(dict.fromkeys(block.parameters, owner))
-        self.blocks = {block.name: block for block in blocks}
+        self.blocks = {**{block.name: block for block in blocks}, **frozen}
         return [block for block in blocks if self.owner(block) == self.ranks.rank]
 
-    def others(self, blocks: Sequence[Block], parameters: Collection[str]) -> dict[str, Block]:
+    def _others(self, blocks: Sequence[Block], parameters: Collection[str]) -> dict[str, Block]:
         """Return the blocks so far whose parameters are in none of these, because they are frozen now.
 
         Args:
@@ -101,3 +105,12 @@ def reject_sharded(sharding: BlockSharding | None, what: str, fix: str) -> None:
     """
     if sharding is not None:
         raise UnsupportedError(f"{what} does not support sharded models (fully_shard): {fix}")
+
+
+def reject_quantized_and_sharded(model: nn.Module) -> None:
+    """Raise UnsupportedError if a sharded model has quantized layers."""
+    if any(map(is_quantized, model.modules())):
+        raise UnsupportedError(
+            "quantized layers in a sharded model (fully_shard) are not supported: replicate the model "
+            "(DistributedDataParallel), or shard it without quantization"
+        )

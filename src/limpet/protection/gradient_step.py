@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from limpet.model.adapters import adapted_parameters
 from limpet.protection.added_gradients import AddedGradients
+from limpet.protection.binding import Binding
 from limpet.protection.bound_block import BoundBlock, Part, ProximalUpdate, SteppedBlock
 from limpet.protection.penalty_step import PenaltyStep
 
@@ -21,7 +22,14 @@ class GradientStep(PenaltyStep):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._added = AddedGradients()
+        self._adapted: set[str] = set()  # blocks with active adapters, trained or not
+        self._untrained: float | None = None  # 1/2 d^T F d of the blocks that the optimizer does not step
         self._applied = False  # whether the gradient of the penalty was added in this step
+
+    def bind(self, binding: Binding) -> None:
+        """Use these blocks and parameters from now on."""
+        super().bind(binding)
+        self._adapted, self._untrained = set(self.posterior.adapted_blocks()), None
 
     def before_step(self, scale: Tensor | None) -> None:
         """Replace every gradient by its sum with the weighted gradient of the penalty."""
@@ -67,17 +75,25 @@ class GradientStep(PenaltyStep):
         exchange = self.binding.exchange
         measured = [bound.measured(whole) for bound in stepped]
         if not without:
-            rise = exchange.total(sum(found for found, _ in measured)) + self._rise_of_others(stepped)
+            rise = exchange.total(sum(found for found, _ in measured)) + self._rise_of_the_rest(reached, stepped)
             self.factor = self.budget.follow(rise / self.old_examples)
             self.state.multiplier = self.budget.state
             self.state.count += self.every == 1
         yield from exchange.scatter((part for _, parts in measured for part in parts(self.factor)), reached)
 
+    def _rise_of_the_rest(self, reached: Sequence[SteppedBlock], stepped: Sequence[BoundBlock]) -> float:
+        """Compute 1/2 d^T F d of all other blocks, in a sharded model only once, because that gathers their weights."""
+        if self.posterior.sharding is None or len(reached) < len(self.binding.reached):
+            return self._rise_of_others(stepped)
+        if self._untrained is None:
+            self._untrained = self._rise_of_others(stepped)
+        return self._untrained
+
     def _gathered(self, reached: Sequence[SteppedBlock]) -> tuple[list[BoundBlock], Mapping[str, Tensor]]:
         """Return those of these blocks that this rank owns, with their current weights, whole."""
         names, exchange = {one.block.name for one in reached}, self.binding.exchange
         exchange.refresh(names)
-        plain = [name for one in reached if not one.adapter_groups for name in one.block.parameters]
+        plain = [name for one in reached if one.block.name not in self._adapted for name in one.block.parameters]
         whole = exchange.bring({name: self.binding.parameters[name] for name in plain})
         return [bound for bound in self.binding.bound if bound.block.name in names], whole
 
@@ -99,7 +115,7 @@ class GradientStep(PenaltyStep):
         """
         if self.budget is None:
             return
-        plain = [one for one in self.binding.reached if not one.adapter_groups]
+        plain = [one for one in self.binding.reached if one.block.name not in self._adapted]
         partial = any(group is None for one in plain for group in one.groups)
         for _ in range(20 if partial else 1):  # parameters that are not stepped stay, so one solution is not enough
             stepped, whole = self._gathered(plain)
@@ -107,7 +123,7 @@ class GradientStep(PenaltyStep):
             self._apply_updates(updates, [name for one in plain for name in one.block.parameters])
             if not self.factor:
                 break
-        self._scale_adapters([one for one in self.binding.reached if one.adapter_groups])
+        self._scale_adapters([one for one in self.binding.reached if one.block.name in self._adapted])
 
     def _scale_adapters(self, reached: Sequence[SteppedBlock]) -> None:
         """Scale the adapters down, all by the same factor, until the forecast is within the budget.

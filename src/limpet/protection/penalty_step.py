@@ -96,14 +96,14 @@ class PenaltyStep(ABC):
 
     @torch.no_grad()
     def value(self) -> float:
-        """Compute the penalty at the current weights, as it is added to the loss."""
+        """Compute the penalty at the current weights, as it is added to the loss. A collective if sharded."""
         if self.budget is None:
             return float(self.posterior.penalty()) * self.weight
-        value, weights = self.factor * sum(self.posterior.rises().values()), self.posterior.weights()
+        value, weights, own = self.factor * sum(self.posterior.rises().values()), self.posterior.weights(), 0.0
         for held in self.posterior.held.values():
             if held.precision.prior:
-                value += held.precision.prior / 2 * float(held.displacement(weights).square().sum())
-        return value * self.weight
+                own += held.precision.prior / 2 * float(held.displacement(weights).square().sum())
+        return (value + self.binding.exchange.total(own)) * self.weight
 
     @property
     def over_budget(self) -> bool:
