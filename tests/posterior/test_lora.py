@@ -271,17 +271,16 @@ def test_a_budget_is_kept_by_adapters(structure: str) -> None:
 def test_the_end_of_a_budget_sees_adapters_that_are_not_trained() -> None:
     model, memory, x, y = memory_of()
     wrapped = adapted(model, target_modules=["up"])
-    shaken(wrapped, size=-0.25)  # small updates, so that the budget is within reach
     for name, parameter in wrapped.named_parameters():
         parameter.requires_grad_("lora_" not in name)
     optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0)
-    with memory.protect(optimizer, examples=len(x), budget=0.05, mode="gradient"):
-        for _ in range(20):
+    with memory.protect(optimizer, examples=len(x), budget=0.01, mode="gradient"):
+        for _ in range(60):  # the base learns to undo the adapter
             optimizer.zero_grad()
-            F.cross_entropy(wrapped(x), (y + 1) % 4).backward()
+            F.cross_entropy(wrapped(x), y).backward()
             optimizer.step()
-        before = float(memory.forecast())
-    assert 0 < float(memory.forecast()) <= before * 1.001
+        assert float(memory.forecast()) > 0.01
+    assert 0 < float(memory.forecast()) <= 0.01 * 1.001
 
 
 def test_a_new_head_that_peft_keeps_whole_is_seen_under_its_own_name() -> None:
