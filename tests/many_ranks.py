@@ -98,8 +98,10 @@ def passes(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None
 def train(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None:
     """Every rank takes its part of the same global batches."""
     torch.manual_seed(0)
-    modes = (("proximal", 1), ("proximal", 4), ("gradient", 1), ("gradient", 3))
-    for budget, (mode, every) in itertools.product((None, 0.05) if sharded else (None,), modes):
+    runs: list[tuple[str, int, float | None]] = [("proximal", 1, None), ("proximal", 4, None)]
+    runs += [("gradient", 1, None), ("gradient", 3, None)]
+    runs += [("proximal", 1, 0.05), ("gradient", 1, 0.05)] if sharded else []
+    for mode, every, budget in runs:
         model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double()
         with torch.no_grad():
             for parameter in model.parameters():

@@ -60,7 +60,7 @@ def test_they_hold_the_package_and_nothing_else(built: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"src/{name}" for name in source} | {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml"} <= names
     assert not any(name.startswith(("tests", "results", ".ci")) for name in names)
-    assert wheel(built).stat().st_size < 500_000
+    assert wheel(built).stat().st_size < 600_000
 
 
 @pytest.mark.slow
