@@ -45,6 +45,22 @@ def test_budgets_are_kept_on_the_probe_and_nearly_on_other_examples(name: str) -
     assert all(budget == 0.01 and ratio < 2.2 for budget, ratio in over)
 
 
+def test_the_language_model_under_protection() -> None:
+    experiment = benchmark("protect_language")
+    points = experiment.common.read_records(experiment.RESULTS)
+    assert experiment.table(points, "lora") in PAGE.read_text(), "python -m benchmarks protect_language --draw"
+    ends = {p["what"]: p for p in points if p["kind"] == "lora"}
+    plain = next(
+        p
+        for p in experiment.common.read_records(experiment.common.RESULTS / "repair" / "language.jsonl")
+        if (p["kind"], p["seed"], p["source"], p["what"]) == ("lora", 0, "self", "tuned")
+    )
+    assert ends["protect"]["drift"] < plain["drift"] / 10
+    assert ends["protect"]["new"] - plain["new"] == pytest.approx(0.06, abs=0.005)
+    for budget in (0.01, 0.03, 0.1):
+        assert ends[f"budget {budget}"]["drift"] <= budget
+
+
 @pytest.mark.parametrize("name", ["protect_sentences", "protect_vision"])
 def test_no_forecast_under_adam_is_trusted(name: str) -> None:
     experiment = benchmark(name)
