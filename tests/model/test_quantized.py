@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import limpet
 from language_models import VOCABULARY
 from limpet.errors import LimpetError, MemoryFileError
+from limpet.forgetting.drift import measured_drift
 from limpet.methods.inspect import inspect
 from limpet.methods.quantized_base import SKETCHES, sketch_of
 from limpet.model.quantized import QuantizedWeight, is_quantized, quantized_weight
@@ -183,15 +184,46 @@ def test_a_file_that_names_its_base_is_loaded_onto_any_quantized_version(memory_
     path = memory_file("nf4", base="owner/model")
     penalties = []
     for kind in ("nf4", "int8"):
-        layers = dequantized(quantized_llama("nf4"))
-        for name, layer in list(layers.named_modules()):
-            if isinstance(layer, nn.Linear) and name != "lm_head":
-                parent, _, last = name.rpartition(".")
-                setattr(layers.get_submodule(parent), last, quantized_layer(layer, kind))
-        memory = limpet.load(path, with_adapters(layers))
+        memory = limpet.load(path, with_adapters(requantized(kind)))
         assert isinstance(memory, limpet.Memory)
         penalties.append(memory.penalty().item())
     assert penalties[0] == pytest.approx(penalties[1], rel=1e-5)  # of the adapters alone
+
+
+def requantized(kind: str) -> Any:
+    """The weights that `memory_file("nf4")` is a memory of, quantized to another format."""
+    model = dequantized(quantized_llama("nf4"))
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and name != "lm_head":
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, quantized_layer(layer, kind))
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"base": "owner/model"}])
+def test_drift_is_measured_from_the_quantized_base(options: Any, memory_file: Any, tmp_path: Path) -> None:
+    untuned = with_adapters(requantized("fp4"), update=0.0)
+    memory = limpet.load(memory_file("nf4", **options), untuned)
+    assert isinstance(memory, limpet.Memory)
+    assert float(measured_drift(untuned, memory.probes, memory.likelihood)) > 0.005  # the error of the quantization
+    assert float(memory.drift()) == pytest.approx(0, abs=1e-6)
+
+    tuned = with_adapters(requantized("fp4"))
+    memory = limpet.load(memory_file("nf4", **options), tuned)
+    assert isinstance(memory, limpet.Memory)
+    with torch.no_grad():
+        tuned.base_model.model.model.norm.weight.mul_(1.1)  # trained without an adapter
+    state = _state(tuned)
+    expected = float(memory.drift(reference=requantized("fp4")))
+    assert expected > 0.01
+    assert float(memory.drift()) == pytest.approx(expected, rel=1e-4)
+    assert _state(tuned) == state
+
+    path = tmp_path / "memory.safetensors"
+    memory.save(path)
+    again = limpet.load(path, tuned)
+    assert isinstance(again, limpet.Memory) and again.probes[0].quantized
+    assert float(again.drift()) == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_mean_with_an_update_of_the_adapters_is_stored(tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ Afterwards, every rank has the memory of all the data. A single process needs no
 
 from limpet.distributed.assignment import share
 from limpet.distributed.channel import set_timeout
-from limpet.distributed.dtensor import Exchange, is_fsdp_unit, is_sharded, local, own_piece, reshard, shard_like, whole
+from limpet.distributed.dtensor import Exchange, Layout, is_fsdp_unit, is_sharded, local, reshard, shard_like, whole
 from limpet.distributed.failure import compare, together
 from limpet.distributed.process_group import Ranks, alone, current, launched, rank_and_size
 from limpet.distributed.replicated_batches import ReplicatedBatches
 
 __all__ = [
     "Exchange",
+    "Layout",
     "Ranks",
     "ReplicatedBatches",
     "alone",
@@ -28,7 +29,6 @@ __all__ = [
     "is_sharded",
     "launched",
     "local",
-    "own_piece",
     "rank_and_size",
     "reshard",
     "set_timeout",

@@ -29,7 +29,8 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def is_fsdp_unit(module: nn.Module) -> bool:
     """Whether `fully_shard` was applied to this module itself. Does not import `torch.distributed.fsdp`."""
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and fsdp.FSDPModule in type(module).__mro__
 
 
 def reshard(model: nn.Module) -> None:
@@ -69,22 +70,6 @@ def whole(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         found: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
         return found
-
-
-def own_piece(parameter: Tensor, value: Tensor, ranks: Ranks) -> Tensor:
-    """Return this rank's piece of a value for a sharded parameter.
-
-    Args:
-        parameter: The DTensor.
-        value: The value, sharded in the same way or whole.
-        ranks: The process group.
-
-    Returns:
-        The piece.
-    """
-    if is_sharded(value):
-        return local(value)
-    return Layout.of("a parameter", parameter, ranks.size).cut_out(value, ranks.rank)
 
 
 def shard_like(parameter: Tensor, piece: Tensor) -> Tensor:

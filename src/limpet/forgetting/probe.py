@@ -23,7 +23,7 @@ from limpet.likelihoods.base import TALLY
 from limpet.model import Forward, call, named_parameters, prepared, preserve_state, replaced
 from limpet.model.adapters import adapter_parameters
 from limpet.model.batch import is_causal, is_encoder_decoder, target_key
-from limpet.model.quantized import QuantizedWeight
+from limpet.model.quantized import QuantizedWeight, is_quantized
 
 Plain = Any
 """A JSON value: a number, a string, None, or a list or dictionary of these."""
@@ -47,6 +47,7 @@ class Probe:
         outside: Checksums of the parameters that the memory does not cover, used to detect changes in them.
         head: The values of those parameters, if they are few compared to the model, so that the outputs of an encoder
             can be compared through the head that they were recorded with.
+        quantized: Whether the model had quantized weights when the outputs were recorded.
     """
 
     batches: Sequence[Any]
@@ -54,6 +55,7 @@ class Probe:
     scale: float = 1.0
     outside: Mapping[str, Sequence[float]] = field(default_factory=dict)
     head: Mapping[str, Tensor] = field(default_factory=dict)
+    quantized: bool = False
 
     @classmethod
     def record(
@@ -96,7 +98,8 @@ class Probe:
                 kept.append(_on_cpu(given if forward is not None else without_targets(model, given)))
         outside = _sums(model, held)
         scale = likelihood.fisher_scale(tally, empirical=False)
-        probe = cls(kept, summaries, scale, outside, _head(model, outside))
+        quantized = any(map(is_quantized, model.modules()))
+        probe = cls(kept, summaries, scale, outside, _head(model, outside), quantized)
         probe.metadata()  # raises now, rather than on save, if a batch cannot be stored
         return probe
 
@@ -181,6 +184,7 @@ class Probe:
             "scale": self.scale,
             "batches": forms,
             "outside": dict(self.outside),
+            **({"quantized": True} if self.quantized else {}),
         }
 
     @classmethod
@@ -214,7 +218,8 @@ class Probe:
         head = {name.removeprefix(HEAD): t for name, t in tensors.items() if name.startswith(HEAD)}
         if not head.keys() <= outside.keys() or not all(bool(t.isfinite().all()) for t in head.values()):
             raise ValueError("the probe contains parameters that it does not name, or that are not finite")
-        return cls(batches, summaries, finite_number("scale", metadata["scale"]), outside, head)
+        scale = finite_number("scale", metadata["scale"])
+        return cls(batches, summaries, scale, outside, head, metadata.get("quantized", False) is True)
 
 
 @torch.no_grad()

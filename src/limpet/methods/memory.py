@@ -512,6 +512,9 @@ class Memory(ABC):
         parameters outside of the memory, such as a head, were replaced, it is measured through the old ones: the probe
         stores them if they are at most a tenth of the model.
 
+        On a quantized base, the drift is that from the base: a probe of the unquantized model is recorded again there,
+        with the adapters switched off, when the drift is measured for the first time.
+
         Args:
             forward: The `forward` that was passed to `consolidate` or `add_probe`, if any.
             reference: The model from before, if available. Its outputs are then computed rather than read from the
@@ -539,6 +542,7 @@ class Memory(ABC):
             0.247... +- 0.0... nats (most in model 0.247...)
         """
         from limpet.forgetting.drift import drift
+        from limpet.forgetting.quantized_probe import at_quantized_base
 
         if blocks:
             self._reject_sharded("drift(blocks=True)")
@@ -548,6 +552,10 @@ class Memory(ABC):
         sharded = self.posterior.sharding is not None
         with together("drift", current() if sharded else None, runs_model=sharded):
             self.posterior.follow_devices()
+            if before is None:
+                self.probes = tuple(
+                    at_quantized_base(probe, self.posterior, self.likelihood, forward) for probe in self.probes
+                )
             return drift(self.posterior, self.probes, self.likelihood, forward, reference=before, blocks=blocks)
 
     def sample_weights(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:

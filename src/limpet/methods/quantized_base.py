@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +75,7 @@ def check_sketches(block: Block, stored: Mapping[str, Sequence[float]], paramete
             raise _other_model(name)
 
 
-def on_quantized(block: Block, mean: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+def mean_relative_to_base(block: Block, mean: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
     """Return the mean of a block relative to its quantized weights, after checking that they are its weights.
 
     Args:
@@ -120,7 +119,7 @@ def stored_mean(block: Block, mean: Tensor, quantized: Collection[str]) -> Tenso
     return torch.cat(kept, -1) if kept else None
 
 
-def mean_on_quantized(
+def mean_from_sketches(
     block: Block, stored: Mapping[str, Sequence[float]], mean: Tensor, parameters: Mapping[str, Tensor]
 ) -> Tensor:
     """Return the mean of a block from a file that has sketches of its quantized weights.
@@ -174,8 +173,8 @@ def _rms(values: Sequence[float]) -> float:
     return math.sqrt(sum(value * value for value in values) / len(values))
 
 
-def _other_model(name: str) -> Any:
+def _other_model(name: str) -> MemoryFileError:
     return MemoryFileError(
         f"the memory was made for another model: the quantized {name} is not a quantized version of the weight that "
-        "the memory was made at. Load the memory onto the model that it is named after"
+        "the memory was made at. Load the memory onto the model that it was made for"
     )

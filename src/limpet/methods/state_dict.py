@@ -23,7 +23,7 @@ from limpet.io import sharded_tensor_file, tensor_file
 from limpet.io.state import State, unsealed
 from limpet.methods.base_weights import mean_from_model
 from limpet.methods.limits import check_block, check_proximal, finite
-from limpet.methods.quantized_base import mean_on_quantized, on_quantized, sketches, stored_mean
+from limpet.methods.quantized_base import mean_from_sketches, mean_relative_to_base, sketches, stored_mean
 from limpet.model import PER_SAMPLE, Block
 from limpet.posterior import BlockPosterior, Posterior
 from limpet.precision import STRUCTURES, Precision
@@ -346,12 +346,12 @@ def _restore_block(
     tensors.expect(*(prefix + key for key in entry.get("tensors", ())))  # files from before 0.1 do not list them
     if "quantized" in entry:
         given = take("mean") if "mean" in entry["tensors"] else weight.new_zeros((*block.rows, 0), dtype=dtype)
-        mean = mean_on_quantized(block, entry["quantized"], given, posterior.parameters())
+        mean = mean_from_sketches(block, entry["quantized"], given, weights)
     elif "base" in entry:
         mean = mean_from_model(block, entry["base"], weights)
     else:
         mean = take("mean")
-        mean = on_quantized(block, mean, weights) if mean.shape == block.shape else mean
+        mean = mean_relative_to_base(block, mean, weights) if mean.shape == block.shape else mean
     linear_term = take("slope") if tensors.under(f"{prefix}slope") else None
     for name, tensor in (("mean", mean), ("slope", linear_term)):
         if tensor is not None and tensor.shape != block.shape:

@@ -16,7 +16,7 @@ from torch import nn
 from limpet.errors import UnsupportedError
 from limpet.model.adapter_check import INSTEAD, check_update, described
 from limpet.model.low_rank import LowRank
-from limpet.model.quantized import is_quantized, own_parameters
+from limpet.model.quantized import is_quantized, own_parameters, quantized_weight
 
 _CHECKED: WeakKeyDictionary[nn.Module, tuple[Any, ...]] = WeakKeyDictionary()
 """The state in which every adapted layer was last checked, so that training steps do not check it again."""
@@ -55,7 +55,7 @@ def adapted_parameters(model: nn.Module) -> dict[nn.Parameter, list[LowRank]]:
     for name, module in model.named_modules():
         if is_adapted(module):
             weight = _base_weight(module, name)
-            if found.setdefault(weight, added := list(_active(module, name))) is not added:
+            if found.setdefault(weight, added := list(_active(module, name, weight))) is not added:
                 raise UnsupportedError(
                     f"{name}: the base weight is shared with another layer that has its own adapters, so the two "
                     "effective weights differ: adapt only one of the two layers"
@@ -114,17 +114,18 @@ def adapter_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 def _base_weight(module: Any, name: str) -> nn.Parameter:
     """Return the weight of the base layer."""
-    weight = dict(own_parameters(module.base_layer)).get("weight")
+    base = module.base_layer
+    weight = quantized_weight(base) if is_quantized(base) else base._parameters.get("weight")
     if not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
         raise UnsupportedError(
-            f"{name}: adapters of a {described(module.base_layer)}, which has no `weight` of numbers, are not "
+            f"{name}: adapters of a {described(base)}, which has no floating-point parameter `weight`, are not "
             "supported: adapt its linear layers instead, or remove it from target_modules. Quantized linear layers "
             "are supported if they are derived from torch.nn.Linear, as those of bitsandbytes and torchao are"
         )
     return weight
 
 
-def _active(module: Any, name: str) -> Iterator[LowRank]:
+def _active(module: Any, name: str, weight: nn.Parameter) -> Iterator[LowRank]:
     """Yield the adapters that the forward pass applies: active, not disabled and not merged into the base weight."""
     pairs = _pairs(module)
     if pairs is None or getattr(module, "disable_adapters", False):
@@ -146,4 +147,4 @@ def _active(module: Any, name: str) -> Iterator[LowRank]:
             )
         if getattr(module.base_layer, "groups", 1) != 1:
             raise UnsupportedError(f"{name}: adapters of grouped convolutions are not supported: remove them")
-        yield LowRank(a, b, float(module.scaling[adapter]), transposed, _base_weight(module, name))
+        yield LowRank(a, b, float(module.scaling[adapter]), transposed, weight)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from limpet.distributed import current, is_sharded, local, own_piece, reshard
+from limpet.distributed import Layout, current, is_sharded, local, reshard
 from limpet.errors import UnsupportedError
 from limpet.model.quantized import differentiable_stand_ins
 
@@ -147,13 +147,8 @@ def perturbed(parameters: Mapping[str, nn.Parameter], displacement: Mapping[str,
         displacement: The displacement of some of the parameters, by name.
     """
     before = {name: parameters[name].data for name in displacement}
-    with replaced(parameters, {name: _moved(w, displacement[name]) for name, w in before.items()}):
+    with replaced(parameters, {name: w + displacement[name].to(w.device, w.dtype) for name, w in before.items()}):
         yield
-
-
-def _moved(weight: Tensor, by: Tensor) -> Tensor:
-    """The sum, which is sharded if both are."""
-    return weight + (by if is_sharded(weight) else by.to(weight.device, weight.dtype))
 
 
 @contextmanager
@@ -171,7 +166,7 @@ def replaced(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor
         for name, original in originals.items():
             parameters[name].data = values[name].to(original.device, original.dtype)
         for name in sharded:  # in place, because `fully_shard` has references to the pieces
-            _write_piece(parameters[name], values[name])
+            _write_shard(name, parameters[name], values[name])
         with differentiable_stand_ins(parameters[name] for name in values):
             yield
     finally:
@@ -181,15 +176,15 @@ def replaced(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor
             local(parameters[name]).copy_(piece)
 
 
-def _write_piece(parameter: nn.Parameter, value: Tensor) -> None:
-    """Write this rank's piece of a value, whole or sharded, to a sharded parameter."""
+def _write_shard(name: str, parameter: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's shard of a whole value to a sharded parameter."""
     ranks = current()
     if ranks is None or value.shape != parameter.shape:
         raise UnsupportedError(
-            f"a sharded parameter of shape {tuple(parameter.shape)} cannot be replaced with a value of shape "
-            f"{tuple(value.shape)}: measure in one process, or pass forward="
+            f"{name} is sharded and has the shape {tuple(parameter.shape)}, so it cannot be replaced with a value of "
+            f"shape {tuple(value.shape)}: measure in one process, or pass forward="
         )
-    local(parameter).copy_(own_piece(parameter, value, ranks))
+    local(parameter).copy_(Layout.of(name, parameter, ranks.size).cut_out(value, ranks.rank))
 
 
 def _restore_buffer(module: nn.Module, name: str, buffer: Tensor | None, copy: Tensor | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from limpet.distributed import is_sharded
+from limpet.distributed import is_fsdp_unit, is_sharded
 from limpet.model.names import Names, named_parameters
 
 
@@ -30,9 +30,7 @@ class UnshardedParameters(Mapping[str, nn.Parameter]):
         if not any(map(is_sharded, self._parameters.values())):
             yield
             return
-        from torch.distributed.fsdp import FSDPModule
-
-        units = [(name, unit) for name, unit in self._model.named_modules() if FSDPModule in type(unit).__mro__]
+        units = [(name, unit) for name, unit in self._model.named_modules() if is_fsdp_unit(unit)]
         # fully_shard's own hooks run first, so the parameters are unsharded when these run
         handles = [unit.register_forward_pre_hook(self._hook(name)) for name, unit in units]
         try:
