@@ -150,7 +150,7 @@ def conjugate_gradients(
     precondition: Callable[[Tensor], Tensor],
     *,
     tolerance: float,
-    steps: int = 200,
+    steps: int = 2000,
 ) -> Tensor:
     """Solve apply(x) = target by preconditioned conjugate gradients.
 
