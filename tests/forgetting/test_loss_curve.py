@@ -111,7 +111,7 @@ def test_points_are_the_dense_quadratic_and_the_loss_at_the_pushed_weights(struc
     for number, rise in enumerate(RISES):
         step = step_for_rise(blocks, rise * len(x))
         generator = torch.Generator().manual_seed((5 << 20) + number)
-        pushes = [block.push(step, generator) for block in blocks]
+        pushes = [block.push(step, generator)[0] for block in blocks]
         quadratic = 0.0
         for held, z in zip(memory.posterior.held.values(), pushes, strict=True):
             flat = z.flatten().double()
@@ -141,7 +141,7 @@ def test_pushes_have_the_stated_covariance(structure: str) -> None:
     block = block_perturbations(memory.posterior, fisher)[0]
     held = next(iter(memory.posterior.held.values()))
     generator = torch.Generator().manual_seed(0)
-    many = torch.stack([block.push(0.3, generator).flatten() for _ in range(4000)])
+    many = torch.stack([block.push(0.3, generator)[0].flatten() for _ in range(4000)])
     P = (torch.eye(many.shape[1], dtype=torch.float64) + 0.3 * held.precision.dense()).inverse()
     square = held.matrix(memory.posterior.weights()).detach().square().mean()
     expected = 2 * square * P @ P
@@ -192,7 +192,7 @@ def test_the_way_to_new_labels_is_the_inverse_of_the_dense_precision(structure: 
         flat = held.block.gather(gradient).flatten()
         solved.append(torch.linalg.solve(precision.dense().double(), flat).reshape(held.block.shape))
     before = 0.0
-    for rise, (pushed,) in zip(RISES, along_gradient(blocks, gradient, len(x)), strict=True):
+    for rise, (pushed, _) in zip(RISES, along_gradient(blocks, gradient, len(x)), strict=True):
         for z, direction in zip(pushed, solved, strict=True):
             assert torch.allclose(z / z.norm(), direction / direction.norm(), atol=1e-5)
         assert sum(b.rise(z) for b, z in zip(blocks, pushed, strict=True)) / len(x) == pytest.approx(rise)

@@ -18,7 +18,8 @@ from limpet.layers import Call, Embedding, MatrixLayer, example_gradients, squar
 from limpet.layers.base import CHUNK
 from limpet.model.blocks import Block
 from limpet.precision import DenseTerm, DiagonalTerm, KroneckerTerm, Matrix, Term
-from limpet.precision.block_diagonal import find, joined, named, pieces
+from limpet.precision.block_diagonal import Side, find, joined, named, pieces
+from limpet.precision.sketch import Sketch
 
 DENSE_LIMIT = 20_000
 """Largest number of weights in a block for which the dense structure is allowed (3.2 GB in float64)."""
@@ -81,6 +82,7 @@ class KroneckerAccumulator(Accumulator):
         outputs_diagonal: Whether to keep only the diagonal of the output factor.
         inputs_sizes: Sizes of the diagonal blocks of the input factor. None stores the full matrix.
         outputs_sizes: Sizes of the diagonal blocks of the output factor. None stores the full matrix.
+        sketches: Number of columns of the sketches that are summed in place of the factors, by side ("in", "out").
     """
 
     def __init__(
@@ -92,19 +94,23 @@ class KroneckerAccumulator(Accumulator):
         outputs_diagonal: bool,
         inputs_sizes: tuple[int, ...] | None = None,
         outputs_sizes: tuple[int, ...] | None = None,
+        sketches: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(block, like)
         *_, out, in_ = block.shape
         self.diagonal = {"in": inputs_diagonal, "out": outputs_diagonal}
         self.sizes = {"in": inputs_sizes or (in_,), "out": outputs_sizes or (out,)}
-        self.data: dict[str, Matrix] = {}
-        self.gradients: dict[str, Matrix] = {}
+        self.sketches = sketches or {}
+        self.data: dict[str, Matrix | Sketch] = {}
+        self.gradients: dict[str, Matrix | Sketch] = {}
         self.count: dict[str, int] = {}
 
-    def _side(self, sums: dict[str, Matrix], kind: str, side: str, *, diagonal: bool) -> Matrix:
+    def _side(self, sums: dict[str, Matrix | Sketch], kind: str, side: str, *, diagonal: bool) -> Matrix | Sketch:
         *groups, _, _ = self.block.shape
         sizes = self.sizes[side]
-        if kind not in sums:
+        if kind not in sums and side in self.sketches and not diagonal:
+            sums[kind] = Sketch.zeros(groups, sum(sizes), self.sketches[side], self.zeros())
+        elif kind not in sums:
             matrix = [] if diagonal else [self.zeros(*groups, size, size) for size in sizes]
             sums[kind] = self.zeros(*groups, sum(sizes)) if diagonal else joined(matrix)
         return sums[kind]
@@ -161,7 +167,8 @@ class KroneckerAccumulator(Accumulator):
         kept: dict[str, Tensor] = {}
         for part, matrices in (("data", self.data), ("gradients", self.gradients)):
             for kind, matrix in matrices.items():
-                kept |= named(f"{part}/{kind}", matrix)
+                name = f"{part}/{kind}"
+                kept |= matrix.named(name) if isinstance(matrix, Sketch) else named(name, matrix)
         return kept | {f"count/{kind}": torch.tensor(count) for kind, count in self.count.items()}
 
     def load(self, sums: Mapping[str, Tensor]) -> None:
@@ -170,21 +177,23 @@ class KroneckerAccumulator(Accumulator):
             if f"count/{kind}" in sums:
                 self.count[kind] = int(sums[f"count/{kind}"])
             for part, matrices in (("data", self.data), ("gradients", self.gradients)):
-                found = find(f"{part}/{kind}", sums)
+                name = f"{part}/{kind}"
+                found, sketch = find(name, sums), Sketch.find(name, sums, self.device)
                 if found is not None:
                     matrices[kind] = joined([piece.to(self.device) for piece in pieces(found)])
+                elif sketch is not None:
+                    matrices[kind] = sketch
 
     def terms(self, scale: float) -> list[Term]:
         """Return one Kronecker term for every layer that uses the weights."""
         found: list[Term] = []
-        for kind, data in self.data.items():
-            if kind not in self.gradients:
-                continue
+        for kind in [kind for kind in self.data if kind in self.gradients]:
             layer = next(layer for layer in self.block.layers if self.block.use(layer) == kind)
             data_diagonal = layer.data_one_hot or self.diagonal["out" if layer.data_left else "in"]
             gradients_diagonal = self.diagonal["in" if layer.data_left else "out"]
-            mean = _finished(data, data_diagonal) / max(self.count[kind], 1)
-            summed = _finished(self.gradients[kind], gradients_diagonal) * scale
+            # a sum is dropped when its factor is made, because both are as large as the memory
+            mean = _finished(self.data.pop(kind), data_diagonal, 1 / max(self.count[kind], 1))
+            summed = _finished(self.gradients.pop(kind), gradients_diagonal, scale)
             if layer.data_left:
                 found.append(KroneckerTerm(summed, mean, gradients_diagonal, data_diagonal))
             else:
@@ -271,6 +280,8 @@ class DenseAccumulator(Accumulator):
         self.matrix = sums["matrix"].to(self.device)
 
 
-def _finished(total: Matrix, diagonal: bool) -> Matrix:
-    """Fill in the lower triangles that `add_gram` leaves out."""
-    return total if diagonal else joined([mirrored(piece) for piece in pieces(total)])
+def _finished(total: Matrix | Sketch, diagonal: bool, scale: float) -> Side:
+    """Return `scale` times the factor of a sum, whose tensors may be changed: with the triangles left out before."""
+    if isinstance(total, Sketch):
+        return total.recovered() * scale
+    return total * scale if diagonal else joined([mirrored(piece).mul_(scale) for piece in pieces(total)])

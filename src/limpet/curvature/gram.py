@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from limpet.precision import Matrix
+from limpet.precision.sketch import Sketch
 
 STRIP_FROM = 256
 """Width from which a symmetric product is computed in strips."""
@@ -12,18 +13,21 @@ STRIP_FROM = 256
 STRIPS = 4
 
 
-def add_gram(total: Matrix, rows: Tensor, *, ones: bool, diagonal: bool) -> None:
+def add_gram(total: Matrix | Sketch, rows: Tensor, *, ones: bool, diagonal: bool) -> None:
     """Add rows^T rows to `total` in place.
 
     Only the upper triangle is valid until `mirrored` is applied. A large symmetric product is computed in strips that
     skip most of the lower triangle, which saves a third of the work.
 
     Args:
-        total: The matrix to add to: full, block-diagonal (only these blocks are computed), or a diagonal.
+        total: The matrix to add to: full, block-diagonal (only these blocks are computed), a diagonal, or a sketch.
         rows: The rows, of shape (..., rows, width).
         ones: Whether to append a column of ones to `rows`, without copying it.
         diagonal: Whether `total` is a diagonal, so that only squares are summed.
     """
+    if isinstance(total, Sketch):
+        total.add(rows, ones=ones)
+        return
     if not isinstance(total, Tensor):
         start, last = 0, total.pieces[-1]
         for piece in total.pieces:
@@ -52,4 +56,5 @@ def add_gram(total: Matrix, rows: Tensor, *, ones: bool, diagonal: bool) -> None
 
 def mirrored(total: Tensor) -> Tensor:
     """Return the symmetric matrix whose upper triangle was computed by `add_gram`."""
-    return total.triu() + total.triu(1).mT
+    found = total.triu()
+    return found.add_(total.triu(1).mT)

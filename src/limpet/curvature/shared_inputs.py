@@ -16,6 +16,7 @@ from limpet.curvature.gram import add_gram
 from limpet.layers import Call, MatrixLayer
 from limpet.precision import Matrix
 from limpet.precision.block_diagonal import joined, pieces
+from limpet.precision.sketch import Sketch
 
 FEWEST_ROWS = 32
 """Number of rows, per unit of width, from which adding a cached matrix is faster than computing it again."""
@@ -30,9 +31,9 @@ class SameInput:
 
     def __init__(self, readers: int) -> None:
         self.readers = readers
-        self._made: dict[object, Matrix] = {}
+        self._made: dict[object, Matrix | Sketch] = {}
 
-    def add_to(self, total: Matrix, rows: Tensor, *, ones: bool, diagonal: bool) -> None:
+    def add_to(self, total: Matrix | Sketch, rows: Tensor, *, ones: bool, diagonal: bool) -> None:
         """Add rows^T rows to `total` like `add_gram`, using the cached matrix if there is one.
 
         Args:
@@ -41,19 +42,25 @@ class SameInput:
             ones: Whether to append a column of ones to `rows`.
             diagonal: Whether `total` is a diagonal.
         """
-        parts = pieces(total)
+        parts = _tensors(total)
         key = tuple(part.shape for part in parts)  # for a given input, the shapes determine `ones` and `diagonal`
         self.readers -= 1
         if key not in self._made:
             if not self.readers:
                 add_gram(total, rows, ones=ones, diagonal=diagonal)
                 return
-            self._made[key] = joined([torch.zeros_like(part) for part in parts])
+            zeros = [torch.zeros_like(part) for part in parts]
+            self._made[key] = Sketch(*zeros) if isinstance(total, Sketch) else joined(zeros)
             add_gram(self._made[key], rows, ones=ones, diagonal=diagonal)
-        for part, made in zip(parts, pieces(self._made[key]), strict=True):
+        for part, made in zip(parts, _tensors(self._made[key]), strict=True):
             part += made
         if not self.readers:
             self._made.clear()
+
+
+def _tensors(total: Matrix | Sketch) -> tuple[Tensor, ...]:
+    """Return the tensors of a sum."""
+    return (total.product, total.diagonal) if isinstance(total, Sketch) else pieces(total)
 
 
 def find_same_inputs(calls: Iterable[Call]) -> None:

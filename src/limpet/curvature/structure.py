@@ -16,6 +16,7 @@ from limpet.curvature.accumulators import (
 )
 from limpet.model.blocks import Block
 from limpet.precision.block_diagonal import cut
+from limpet.precision.sketch import sketch_columns
 from limpet.precision.storage import AS_USED, Storage
 from limpet.precision.truncated_basis import is_truncated
 
@@ -52,7 +53,8 @@ class Structure:
 
         A side up to `max_factor_size` (not counting the bias) gets a full factor, and a longer one a factor with up to
         `MOST_PIECES` diagonal blocks, whose sizes differ by at most one. A side that is longer still, or has one-hot
-        data, gets a diagonal.
+        data, gets a diagonal. With a rank that is at most an eighth of the side there is no need for diagonal blocks,
+        because the factor is summed as a sketch.
 
         Args:
             block: A block with Kronecker factors.
@@ -64,13 +66,29 @@ class Structure:
         one_hot = bool(block.layers) and all(layer.data_one_hot for layer in block.layers)
         *_, out, in_ = block.shape
         bias = block.bias
-        *most, last = cut(in_ - bias, self.max_factor_size) if in_ > bias else (0,)
-        sizes = {"inputs": (*most, last + bias), "outputs": cut(out, self.max_factor_size)}
+        *most, last = cut(in_ - bias, self._longest(in_ - bias)) if in_ > bias else (0,)
+        sizes = {"inputs": (*most, last + bias), "outputs": cut(out, self._longest(out))}
         return {
             "inputs_diagonal": len(sizes["inputs"]) > MOST_PIECES,
             "outputs_diagonal": one_hot or len(sizes["outputs"]) > MOST_PIECES,
             **{f"{side}_sizes": some if len(some) <= MOST_PIECES else None for side, some in sizes.items()},
         }
+
+    def _longest(self, side: int) -> int:
+        """Largest size of the diagonal blocks of a factor with this many rows."""
+        sketched = sketch_columns(side, self.rank) is not None and side <= MOST_PIECES * self.max_factor_size
+        return side if sketched else self.max_factor_size
+
+    def sketches(self, block: Block) -> dict[str, int]:
+        """Return the number of columns of the sketches that a pass sums in place of the factors of a block, by side."""
+        sides, found = self.sides(block), {}
+        for side, length in (("in", block.shape[-1]), ("out", block.shape[-2])):
+            name = f"{side}puts"
+            columns = sketch_columns(length, self.rank)
+            whole = not sides[f"{name}_diagonal"] and len(sides[f"{name}_sizes"] or (length,)) == 1
+            if columns is not None and whole and self.name == "kronecker":
+                found[side] = columns
+        return found
 
     def size(self, block: Block) -> int:
         """Number of elements that a memory of one task stores for this block, mean included; used to balance ranks."""
@@ -95,4 +113,4 @@ class Structure:
             return DiagonalAccumulator(block, like)
         if name == "dense":
             return DenseAccumulator(block, like)
-        return KroneckerAccumulator(block, like, **self.sides(block))
+        return KroneckerAccumulator(block, like, **self.sides(block), sketches=self.sketches(block))

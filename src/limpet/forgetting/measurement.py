@@ -102,10 +102,13 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
             pushes = random_directions(blocks, fisher.examples * tasks, seed)
         else:
             pushes = along_gradient(blocks, gradient, fisher.examples)
-        for displacements in pushes:
-            predicted = sum(block.rise(z) for block, z in zip(blocks, displacements[0], strict=True)) / fisher.examples
-            losses = [probe.loss(by_parameter(blocks, z)) for z in displacements]
-            points.append((predicted, fisher.loss_scale * (sum(losses) / len(losses) - start)))
+        for pushed, rise in pushes:
+            losses = [probe.loss(by_parameter(blocks, pushed))]
+            if gradient is None:
+                for z in pushed:  # in place, because a displacement is as large as the model
+                    z.neg_()
+                losses.append(probe.loss(by_parameter(blocks, pushed)))
+            points.append((rise / fisher.examples, fisher.loss_scale * (sum(losses) / len(losses) - start)))
         curve = Curve.through(points)
         if gradient is not None:  # the direction is known, and was measured
             return Curves(curve, curve)
@@ -126,12 +129,12 @@ def needed_rows(examples: int, fisher: Fisher) -> int:
     return max(math.ceil(examples * fisher.rows / max(fisher.seen, 1)), min(examples, SEQUENCES))
 
 
-Displacements = list[list[Tensor]]
-"""Displacements with the same predicted increase of the loss; each has one tensor per block."""
+Push = tuple[list[Tensor], float]
+"""A displacement of every block, and the predicted increase of the loss, summed over examples."""
 
 
-def random_directions(blocks: Sequence[BlockPerturbation], examples: int, seed: int) -> Iterator[Displacements]:
-    """Draw random displacements z, and -z with them, for every predicted increase in `RISES`.
+def random_directions(blocks: Sequence[BlockPerturbation], examples: int, seed: int) -> Iterator[Push]:
+    """Draw a random displacement for every predicted increase in `RISES`.
 
     Args:
         blocks: The blocks to displace.
@@ -139,20 +142,20 @@ def random_directions(blocks: Sequence[BlockPerturbation], examples: int, seed: 
         seed: Seed of the noise.
 
     Yields:
-        The displacements z and -z for one predicted increase.
+        The displacement for one predicted increase, by block, and what it is predicted to increase the loss by.
     """
     for number, rise in enumerate(RISES):
         step = step_for_rise(blocks, rise * examples)
         generator = numbered(seed, number)
-        pushed = [block.push(step, generator) for block in blocks]
-        yield [pushed, [-z for z in pushed]]
+        pushed, rises = zip(*(block.push(step, generator) for block in blocks), strict=True)
+        yield list(pushed), sum(rises)
         if not step:
             break  # the noise is undamped already: larger increases are out of reach
 
 
 def along_gradient(
     blocks: Sequence[BlockPerturbation], gradient: Mapping[str, Tensor], examples: int
-) -> Iterator[Displacements]:
+) -> Iterator[Push]:
     """Scale the direction L^-1 gradient to every predicted increase in `RISES`.
 
     Args:
@@ -161,12 +164,13 @@ def along_gradient(
         examples: Number of examples of the task.
 
     Yields:
-        The displacement for one predicted increase.
+        The displacement for one predicted increase, by block, and that increase.
     """
     direction = [block.followed(gradient) for block in blocks]
     predicted = sum(block.rise(z) for block, z in zip(blocks, direction, strict=True)) / examples
     if predicted > 0 and math.isfinite(predicted):
-        yield from ([[math.sqrt(rise / predicted) * z for z in direction]] for rise in RISES)
+        for rise in RISES:
+            yield [math.sqrt(rise / predicted) * z for z in direction], rise * examples
 
 
 def step_for_rise(blocks: Sequence[BlockPerturbation], rise: float) -> float:

@@ -130,7 +130,7 @@ def _solved(memory: Repairable, batches: Iterable[Any], options: RepairOptions) 
     shared, hold_out = isinstance(batches, ReplicatedBatches), options.tolerance is not None
     split = HeldOutSplit(batches.batches if isinstance(batches, ReplicatedBatches) else batches, hold_out=hold_out)
     counted = options.examples is not None or options.limit is not None
-    fisher = _new_fisher(memory, ReplicatedBatches(split) if shared else split, options)
+    fisher = new_fisher(memory, ReplicatedBatches(split) if shared else split, options)
     if hold_out and not split.held:
         raise LimpetError(TOO_FEW)
     measures = _measures(memory, split.held or fisher.first.take(MOST_HELD_OUT // HELD_OUT), fisher, options)
@@ -163,7 +163,7 @@ def _measures(memory: Repairable, held_out: list[Any], fisher: Fisher, options: 
     return Measures(forecast=lambda: float(memory._forecast()), loss=loss, drift=drift if memory.probes else None)
 
 
-def _new_fisher(memory: Repairable, batches: Iterable[Any], options: RepairOptions) -> Fisher:
+def new_fisher(memory: Repairable, batches: Iterable[Any], options: RepairOptions) -> Fisher:
     """Measure the Fisher of the new data for the blocks that training has moved."""
     known = {name: held for name, held in memory.posterior.held.items() if held.tasks}
     moved = {name for one in displacements(memory.model, known) for name in one.block.parameters}

@@ -40,13 +40,13 @@ class BlockPerturbation:
     Args:
         block: The block.
         precision: The precision L after consolidating the task.
-        fisher: The terms of the task's Fisher F.
+        fisher: The terms of the task's Fisher F. None if the precision has no other task, and so contains it.
         square: The mean square v of the block's weights.
     """
 
     block: Block
     precision: Precision
-    fisher: Sequence[Term]
+    fisher: Sequence[Term] | None
     square: float
 
     def draw(self, temperature: float, generator: torch.Generator) -> Tensor:
@@ -67,7 +67,7 @@ class BlockPerturbation:
         """Spectrum of the precision."""
         return self.precision.spectrum()
 
-    def push(self, step: float, generator: torch.Generator) -> Tensor:
+    def push(self, step: float, generator: torch.Generator) -> tuple[Tensor, float]:
         """Draw noise damped by a proximal step: (I + step L)^-1 e with e ~ N(0, 2 square I).
 
         The noise e is the difference of two independent sets of weights of the same size. It is isotropic, so it is
@@ -78,10 +78,15 @@ class BlockPerturbation:
             generator: The random generator.
 
         Returns:
-            The perturbation, in the shape of the block.
+            The perturbation, in the shape of the block, and its `rise`.
         """
-        drawn = noise(self.spectrum.fisher.shape, self.spectrum.fisher, generator)
-        return self.spectrum.back(math.sqrt(2 * self.square) * drawn / self.spectrum.proximal_denominator(step))
+        spectrum = self.spectrum
+        drawn = noise(spectrum.fisher.shape, spectrum.fisher_values, generator)
+        drawn.mul_(math.sqrt(2 * self.square)).div_(spectrum.proximal_denominator(step))
+        z = spectrum.back(drawn)
+        # in the eigenbasis if F is diagonal there
+        exact = self.fisher is None and not isinstance(self.precision, KroneckerSum)
+        return z, float((spectrum.fisher * drawn.square()).sum()) / 2 if exact else self.rise(z)
 
     def followed(self, gradient: Mapping[str, Tensor]) -> Tensor:
         """Return L^-1 gradient, the displacement at which a linear loss with this gradient balances the penalty."""
@@ -91,6 +96,8 @@ class BlockPerturbation:
 
     def rise(self, z: Tensor) -> float:
         """Return the predicted increase of the loss, 1/2 z^T F z."""
+        if self.fisher is None:
+            return float(self.precision.fisher().quadratic(z.to(self.spectrum.fisher_values))) / 2
         return sum(float((z * term.apply(z)).sum()) for term in self.fisher) / 2
 
 
@@ -173,7 +180,8 @@ def block_perturbations(posterior: Posterior, fisher: Fisher) -> list[BlockPertu
         own = {name: with_quantized_part(parameters[name], weights[name]) for name in held.block.parameters}
         square = float(held.matrix(own).detach().square().mean())
         if square > 0 and fisher.speaks_of(held.block):
-            found.append(BlockPerturbation(held.block, held.precision, fisher.terms[held.block.name], square))
+            terms = None if held.tasks == 1 else fisher.terms[held.block.name]
+            found.append(BlockPerturbation(held.block, held.precision, terms, square))
     return found
 
 

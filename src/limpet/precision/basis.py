@@ -14,6 +14,7 @@ from limpet.precision.block_diagonal import (
     BlockDiagonal,
     Matrix,
     Orthogonal,
+    Side,
     diagonal,
     find,
     joined,
@@ -22,6 +23,7 @@ from limpet.precision.block_diagonal import (
     recut,
 )
 from limpet.precision.linalg import symmetric_eigen, widened
+from limpet.precision.spiked import Spiked
 from limpet.precision.storage import AS_USED, Storage
 from limpet.precision.validity import check_non_negative, check_orthonormal
 
@@ -46,6 +48,11 @@ class Basis:
     diagonal: bool
     sizes: tuple[int, ...]
     rest: Storage = AS_USED
+
+    @property
+    def truncated(self) -> bool:
+        """Whether only some eigenvectors are stored, and one eigenvalue for all others."""
+        return False
 
     @property
     def columns(self) -> Orthogonal | None:
@@ -83,7 +90,7 @@ class Basis:
         for part in () if self.columns is None else pieces(self.columns):
             check_orthonormal(f"{name}.vectors", part, self.rest.epsilon)
 
-    def take(self, factor: Matrix, weight: Tensor) -> tuple[Basis, Matrix | None, Tensor]:
+    def take(self, factor: Side, weight: Tensor) -> tuple[Basis, Matrix | None, Tensor]:
         """Add weight * factor to the partial trace.
 
         Args:
@@ -176,11 +183,12 @@ class Basis:
         return Basis(vectors, trace, bool(metadata[f"{name}_diagonal"]), sizes, rest)
 
 
-def as_side(factor: Matrix, is_diagonal: bool, basis: Basis) -> Matrix:
+def as_side(factor: Side, is_diagonal: bool, basis: Basis) -> Side:
     """Convert a Kronecker factor to the form of its basis: a diagonal, a full matrix or diagonal blocks.
 
     Args:
-        factor: Matrix (..., n, n), full or block-diagonal, or its diagonal (..., n).
+        factor: Matrix (..., n, n) in any form, or its diagonal (..., n). One of low rank plus a multiple of the
+            identity keeps that form if the basis is truncated.
         is_diagonal: Whether `factor` is a diagonal.
         basis: Eigenbasis of that factor in the block's precision.
 
@@ -189,6 +197,10 @@ def as_side(factor: Matrix, is_diagonal: bool, basis: Basis) -> Matrix:
     """
     if basis.diagonal:
         return widened(diagonal(factor, is_diagonal))
+    if isinstance(factor, Spiked):
+        if basis.truncated:
+            return factor.widened()
+        factor = factor.dense()
     if isinstance(factor, Tensor) and is_diagonal:
         return joined([torch.diag_embed(widened(part)) for part in factor.split_with_sizes(basis.sizes, -1)])
     return joined([widened(piece) for piece in pieces(recut(factor, basis.sizes))])

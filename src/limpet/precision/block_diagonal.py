@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from limpet.precision.reflections import Reflections
+from limpet.precision.spiked import Spiked
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,9 @@ Matrix = Tensor | BlockDiagonal
 Orthogonal = Matrix | Reflections
 """An orthogonal matrix: full, block-diagonal, or a product of reflections."""
 
+Side = Matrix | Spiked
+"""A factor of a Kronecker product: full, block-diagonal, or of low rank plus a multiple of the identity."""
+
 
 def cut(side: int, longest: int) -> tuple[int, ...]:
     """Split a dimension into even block sizes.
@@ -117,9 +121,9 @@ def cut(side: int, longest: int) -> tuple[int, ...]:
     return tuple(side // count + (i < side % count) for i in range(count))
 
 
-def pieces(matrix: Orthogonal) -> tuple[Tensor, ...]:
-    """Return the diagonal blocks of a matrix; a plain tensor is a single block, and so are reflections."""
-    if isinstance(matrix, Reflections):
+def pieces(matrix: Orthogonal | Side) -> tuple[Tensor, ...]:
+    """Return the diagonal blocks of a matrix; a matrix in any other form is a single block, with all its entries."""
+    if isinstance(matrix, Reflections | Spiked):
         return (matrix.dense(),)
     return matrix.pieces if isinstance(matrix, BlockDiagonal) else (matrix,)
 
@@ -165,11 +169,11 @@ def recut(matrix: Matrix, sizes: Sequence[int]) -> Matrix:
     return joined(found)
 
 
-def diagonal(matrix: Matrix, is_diagonal: bool = False) -> Tensor:
+def diagonal(matrix: Side, is_diagonal: bool = False) -> Tensor:
     """Return the diagonal of a matrix.
 
     Args:
-        matrix: Square matrix (..., n, n), full or block-diagonal, or its diagonal (..., n).
+        matrix: Square matrix (..., n, n) in any form, or its diagonal (..., n).
         is_diagonal: Whether `matrix` is already the diagonal.
 
     Returns:
@@ -177,6 +181,8 @@ def diagonal(matrix: Matrix, is_diagonal: bool = False) -> Tensor:
     """
     if is_diagonal and isinstance(matrix, Tensor):
         return matrix
+    if isinstance(matrix, Spiked):
+        return matrix.diagonal()
     found = [piece.diagonal(dim1=-2, dim2=-1) for piece in pieces(matrix)]
     return found[0] if len(found) == 1 else torch.cat(found, -1)
 
@@ -207,7 +213,7 @@ def in_words(
     return f"{structure} ({', '.join(notes)})" if notes else structure
 
 
-def named(name: str, matrix: Matrix) -> dict[str, Tensor]:
+def named(name: str, matrix: Side) -> dict[str, Tensor]:
     """Return the tensors of a matrix by name: `name` for a full matrix, `name.0`, `name.1`, ... for its blocks.
 
     Args:

@@ -308,12 +308,11 @@ class Kronecker(Precision):
 
     def spectrum(self) -> Spectrum:
         """Return the eigenvalues of L and of its Fisher in the Kronecker-factored eigenbasis."""
-        plain, total = self.plain, self._spread(self.values.total)
-        distinct = None
+        spread, counts = None, None
         if self.values.plain.shape != self.shape:
-            counts = self.outputs.counts.unsqueeze(-1) * self.inputs.counts
-            distinct = self.values.plain, self.values.total, counts.expand(self.values.plain.shape)
-        return Spectrum(plain, total, self.prior, self.rotate, self.rotate_back, distinct)
+            spread, counts = self._spread, self.outputs.counts.unsqueeze(-1) * self.inputs.counts
+        values = self.values
+        return Spectrum(values.plain, values.total, self.prior, self.rotate, self.rotate_back, spread, counts)
 
     def solve(self, v: Tensor) -> Tensor:
         """Return L^-1 v, elementwise in the eigenbasis."""

@@ -26,7 +26,9 @@ from limpet.precision.kronecker import SEPARABLE, Kronecker
 from limpet.precision.kronecker_sum import KroneckerSum
 from limpet.precision.linalg import conjugate_gradients, widened
 from limpet.precision.pencil import MovedBlock, Pencil, sum_of, truncated
+from limpet.precision.reflections import Reflections
 from limpet.precision.side_basis import Factor, SideBasis
+from limpet.precision.spiked import Spiked
 from limpet.precision.terms import KroneckerTerm, Term
 
 CG_STEPS = 500
@@ -323,6 +325,9 @@ def _factor(form: Kronecker, side: str, values: Tensor) -> Factor:
     basis = form.inputs if side == "inputs" else form.outputs
     if basis.diagonal:
         return Factor(values, True)
+    if isinstance(basis.columns, Reflections):
+        vectors = widened(basis.columns.first())
+        return Factor(Spiked.of_eigen(vectors, values[..., : vectors.shape[-1]], values[..., -1]), False)
     parts = values.split_with_sizes(list(basis.sizes), -1)
     known = [None] * len(parts) if basis.columns is None else pieces(basis.columns)
     return Factor(joined([summed(vectors, part) for vectors, part in zip(known, parts, strict=True)]), False)

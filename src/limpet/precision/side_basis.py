@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from limpet.precision.basis import Basis
-from limpet.precision.block_diagonal import Matrix, diagonal, joined, pieces
+from limpet.precision.block_diagonal import Matrix, Side, diagonal, joined, pieces
 from limpet.precision.linalg import generalised_eigen, widened
 from limpet.precision.pencil import SMALLEST, damped
+from limpet.precision.reflections import Reflections
+from limpet.precision.spiked import Spiked
+from limpet.precision.spiked_basis import SpikedBasis, generalized_basis
 
 
 @dataclass(frozen=True)
@@ -18,11 +21,11 @@ class Factor:
     """One factor of a Kronecker product.
 
     Args:
-        matrix: Matrix (..., n, n), full or block-diagonal, or its diagonal (..., n).
+        matrix: Matrix (..., n, n) in any form, or its diagonal (..., n).
         is_diagonal: Whether `matrix` is a diagonal.
     """
 
-    matrix: Matrix
+    matrix: Side
     is_diagonal: bool
 
     def damped(self, amount: float) -> Factor:
@@ -31,6 +34,8 @@ class Factor:
             return Factor(damped(self.matrix, amount, is_diagonal=True), True)
         # One mean for all blocks, as if the factor were not split.
         added = (amount * self.diagonal.mean(-1, keepdim=True)).clamp_min(SMALLEST)
+        if isinstance(self.matrix, Spiked):
+            return Factor(self.matrix.shifted(added.squeeze(-1)), False)
         parts = [piece + torch.diag_embed(added.expand(piece.shape[:-1])) for piece in pieces(self.matrix)]
         return Factor(joined(parts), False)
 
@@ -49,6 +54,8 @@ class Factor:
         """Return the submatrix of the rows and columns in a slice."""
         if self.is_diagonal and isinstance(self.matrix, Tensor):
             return Factor(self.matrix[..., columns], True)
+        if isinstance(self.matrix, Spiked):
+            return Factor(self.matrix.kept(columns), False)
         found, start = [], 0
         for piece in pieces(self.matrix):
             inside = slice(max(columns.start - start, 0), max(min(columns.stop - start, piece.shape[-1]), 0))
@@ -58,13 +65,17 @@ class Factor:
         return Factor(joined(found), False)
 
     def scaled(self, factor: Tensor | float) -> Factor:
-        """Return `factor` times the matrix, with one number for all groups or one for each."""
+        """Return `factor` times the matrix, with one number for all groups or one (..., 1) for each."""
+        if isinstance(self.matrix, Spiked):
+            return Factor(self.matrix * (factor.squeeze(-1) if isinstance(factor, Tensor) else factor), False)
         if isinstance(factor, Tensor) and not self.is_diagonal:
             factor = factor.unsqueeze(-1)
         return Factor(joined([piece * factor for piece in pieces(self.matrix)]), self.is_diagonal)
 
     def plus(self, other: Factor) -> Factor:
-        """Return the sum of two factors of the same form."""
+        """Return the sum of two factors, which are both diagonal or both not."""
+        if isinstance(self.matrix, Spiked) and isinstance(other.matrix, Spiked):
+            return Factor(self.matrix + other.matrix, False)
         both = zip(pieces(self.matrix), pieces(other.matrix), strict=True)
         return Factor(joined([a + b for a, b in both]), self.is_diagonal)
 
@@ -85,8 +96,8 @@ class SideBasis:
         root: Square root of the metric of both factors, each divided by its mean; the metric is diagonal in this basis.
     """
 
-    vectors: Matrix
-    dual: Matrix | None
+    vectors: Matrix | SpikedBasis
+    dual: Matrix | SpikedBasis | None
     values: Tensor
     is_diagonal: bool
     root: Tensor
@@ -103,17 +114,22 @@ class SideBasis:
             The basis.
         """
         n, o = new.matrix, old.matrix
-        if new.is_diagonal and isinstance(n, Tensor) and isinstance(o, Tensor):
-            found = [(n.rsqrt(), n.sqrt(), o / n)]
+        vectors: Matrix | SpikedBasis
+        dual: Matrix | SpikedBasis
+        low_rank = generalized_basis(n, o) if isinstance(n, Spiked) and isinstance(o, Spiked) else None
+        if low_rank is not None:
+            vectors, dual, values = low_rank
+        elif new.is_diagonal and isinstance(n, Tensor) and isinstance(o, Tensor):
+            vectors, dual, values = n.rsqrt(), n.sqrt(), o / n
         else:
             found = [generalised_eigen(a, b) for a, b in zip(pieces(n), pieces(o), strict=True)]
-        vectors, dual = joined([v for v, _, _ in found]), joined([w for _, w, _ in found])
-        values = torch.cat([s for _, _, s in found], -1)
+            vectors, dual = joined([v for v, _, _ in found]), joined([w for _, w, _ in found])
+            values = torch.cat([s for _, _, s in found], -1)
         means = (factor.diagonal.mean(-1, keepdim=True) for factor in (new, old))
         new_mean, old_mean = means
         return cls(vectors, dual, values, new.is_diagonal, (1 / new_mean + values / old_mean).sqrt())
 
-    def _times(self, x: Tensor, matrix: Matrix, *, transposed: bool = False) -> Tensor:
+    def _times(self, x: Tensor, matrix: Matrix | SpikedBasis, *, transposed: bool = False) -> Tensor:
         """Return x times a matrix, or its transpose, that may be stored as a diagonal."""
         if self.is_diagonal and isinstance(matrix, Tensor):
             return x * matrix.unsqueeze(-2)
@@ -136,6 +152,9 @@ class SideBasis:
         """Return the diagonal of V^T M V."""
         if self.is_diagonal and isinstance(self.vectors, Tensor):
             return factor.diagonal * self.vectors.square()
+        if isinstance(self.vectors, SpikedBasis):
+            assert isinstance(factor.matrix, Spiked)
+            return self.vectors.diagonal_of(factor.matrix)
         both = zip(pieces(factor.matrix), pieces(self.vectors), strict=True)
         return torch.cat([((m @ v) * v).sum(-2) for m, v in both], -1)
 
@@ -145,7 +164,7 @@ class SideBasis:
         The values are carried over with the squared entries of V^T U.
 
         Args:
-            values: Eigenvalues in U, along the last dimension.
+            values: Eigenvalues in U, along the last dimension; of a truncated basis all are equal on the complement.
             basis: Basis that holds U.
             rows: Rows of U to use.
 
@@ -154,6 +173,12 @@ class SideBasis:
         """
         if self.is_diagonal and isinstance(self.vectors, Tensor):
             return values[..., rows] * self.vectors.square()
+        if isinstance(self.vectors, SpikedBasis):
+            assert isinstance(basis.columns, Reflections)
+            columns = widened(basis.columns.first())[..., rows, :]
+            rest = values[..., -1:]
+            overlap = (columns.mT @ self.vectors).square()
+            return (values[..., : columns.shape[-1]] - rest) @ overlap + rest * self.vectors.squared_lengths()
         found, number, start = [], 0, 0
         for i, size in enumerate(basis.sizes):
             inside = slice(max(rows.start - start, 0), max(min(rows.stop - start, size), 0))

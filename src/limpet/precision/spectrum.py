@@ -17,21 +17,32 @@ class Spectrum:
     With every strength multiplied by `factor`, the proximal step divides by 1 + step (prior + factor total).
 
     Args:
-        fisher: Eigenvalues of the sum of F_t.
-        total: Eigenvalues of the sum of strength_t F_t.
+        fisher_values: Eigenvalues of the sum of F_t. A truncated precision has few, each of which occurs often.
+        total_values: Eigenvalues of the sum of strength_t F_t, likewise.
         prior: Prior precision, not included in `total`.
         into: Maps a block (or several, along leading dimensions) into the basis.
         back: Maps coordinates in the basis back to a block.
-        distinct: The same eigenvalues without repetitions (of the Fisher, in total, and how often each occurs), if the
-            precision is truncated and has few.
+        spread: Repeats few eigenvalues as often as they occur. None if there is one for every weight.
+        counts: How often each of them occurs.
     """
 
-    fisher: Tensor
-    total: Tensor
+    fisher_values: Tensor
+    total_values: Tensor
     prior: float
     into: Callable[[Tensor], Tensor]
     back: Callable[[Tensor], Tensor]
-    distinct: tuple[Tensor, Tensor, Tensor] | None = None
+    spread: Callable[[Tensor], Tensor] | None = None
+    counts: Tensor | None = None
+
+    @property
+    def fisher(self) -> Tensor:
+        """Eigenvalues of the sum of F_t, in the shape of the block."""
+        return self.fisher_values if self.spread is None else self.spread(self.fisher_values)
+
+    @property
+    def total(self) -> Tensor:
+        """Eigenvalues of the sum of strength_t F_t, in the shape of the block."""
+        return self.total_values if self.spread is None else self.spread(self.total_values)
 
     def proximal_denominator(self, step: float, factor: float = 1.0) -> Tensor:
         """Return what the proximal step divides by in the basis: 1 + step (prior + factor total).
@@ -67,7 +78,6 @@ class Spectrum:
         Returns:
             The expected increase.
         """
-        if self.distinct is None:
-            return float((widened(self.fisher) / widened(self.proximal_denominator(step)).square()).sum()) / 2
-        fisher, total, counts = map(widened, self.distinct)
-        return float((counts * fisher / (1 + step * self.prior + step * total).square()).sum()) / 2
+        denominator = 1 + step * self.prior + step * widened(self.total_values)
+        found = widened(self.fisher_values) / denominator.square()
+        return float((found if self.counts is None else found * widened(self.counts)).sum()) / 2

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from limpet.precision.block_diagonal import Matrix, diagonal, pieces
+from limpet.precision.block_diagonal import Side, diagonal, pieces
+from limpet.precision.spiked import Spiked
 
 
 @dataclass(frozen=True)
 class KroneckerTerm:
     """K-FAC approximation F = Q (x) H of the Fisher.
 
-    Each factor is a matrix (..., n, n), full or block-diagonal, or a diagonal (..., n).
+    Each factor is a matrix (..., n, n): full, block-diagonal, or of low rank plus a multiple of the identity; or it is
+    a diagonal (..., n).
 
     Args:
         inputs: Input factor Q.
@@ -27,22 +29,22 @@ class KroneckerTerm:
         outputs_diagonal: Whether `outputs` is a diagonal.
     """
 
-    inputs: Matrix
-    outputs: Matrix
+    inputs: Side
+    outputs: Side
     inputs_diagonal: bool = False
     outputs_diagonal: bool = False
 
     def apply(self, v: Tensor) -> Tensor:
         """Return F v = H v Q, in the shape of W."""
         h, q = self.outputs, self.inputs
-        v = v.to(pieces(h)[0].dtype)
+        v = v.to(h.columns.dtype if isinstance(h, Spiked) else pieces(h)[0].dtype)
         left = h.unsqueeze(-1) * v if self.outputs_diagonal and isinstance(h, Tensor) else h @ v
         return left * q.unsqueeze(-2) if self.inputs_diagonal and isinstance(q, Tensor) else left @ q
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return Q and H as full matrices."""
 
-        def written_out(factor: Matrix, is_diagonal: bool) -> Tensor:
+        def written_out(factor: Side, is_diagonal: bool) -> Tensor:
             if not isinstance(factor, Tensor):
                 return factor.dense()
             return torch.diag_embed(factor) if is_diagonal else factor
@@ -62,7 +64,10 @@ class KroneckerTerm:
 
     def is_finite(self) -> bool:
         """Return whether all entries are finite."""
-        return all(bool(torch.isfinite(piece).all()) for piece in (*pieces(self.inputs), *pieces(self.outputs)))
+        return all(
+            factor.is_finite() if isinstance(factor, Spiked) else all(map(_all_finite, pieces(factor)))
+            for factor in (self.inputs, self.outputs)
+        )
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class DiagonalTerm:
 
     def is_finite(self) -> bool:
         """Return whether all entries are finite."""
-        return bool(torch.isfinite(self.diagonal).all())
+        return _all_finite(self.diagonal)
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,11 @@ class DenseTerm:
 
     def is_finite(self) -> bool:
         """Return whether all entries are finite."""
-        return bool(torch.isfinite(self.matrix).all())
+        return _all_finite(self.matrix)
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
 
 
 Term = KroneckerTerm | DiagonalTerm | DenseTerm

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from limpet.errors import positive_whole
 from limpet.precision.base import Metadata, check_shape
-from limpet.precision.basis import Basis, summed
-from limpet.precision.block_diagonal import Matrix, joined, pieces
+from limpet.precision.basis import Basis
+from limpet.precision.block_diagonal import Matrix, Side, diagonal, joined, pieces
 from limpet.precision.linalg import top_eigen, widened
 from limpet.precision.reflections import Reflections
+from limpet.precision.spiked import Spiked
 from limpet.precision.storage import EIGHT_BITS, Storage
 from limpet.precision.validity import check_non_negative
 
@@ -72,6 +73,11 @@ class TruncatedBasis(Basis):
         return cls(None, trace, False, (size,), rest)
 
     @property
+    def truncated(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def rank(self) -> int:
         """Number r of eigenvectors."""
         return self.trace.shape[-1] - 1
@@ -113,29 +119,43 @@ class TruncatedBasis(Basis):
         if isinstance(self.vectors, Reflections) and not bool(torch.isfinite(self.vectors.triangle).all()):
             raise ValueError(f"{name}.reflections are zero, inf or nan, so they are not the basis of a curvature")
 
-    def take(self, factor: Matrix, weight: Tensor) -> tuple[Basis, Matrix | None, Tensor]:
+    def take(self, factor: Side, weight: Tensor) -> tuple[Basis, Matrix | None, Tensor]:
         """Add weight * factor to the partial trace, and truncate it again.
 
         Args:
-            factor: Kronecker factor of the new term, in float64.
+            factor: Kronecker factor of the new term, in float64: full, or of low rank plus a multiple of the identity.
             weight: Multiplier, one number for each group.
 
         Returns:
             The new basis, the map from old to new eigenvalues (None before the first task), and the diagonal of the
             factor in the new basis, with its mean over the complement.
         """
-        assert isinstance(factor, Tensor)
-        total = weight.unsqueeze(-1) * factor
-        known = self.vectors.to(self.trace.device, self.trace.dtype) if isinstance(self.vectors, Reflections) else None
-        if known is not None:
-            total = total + summed(known.dense(), self.spread(widened(self.trace)))
-        values, top = top_eigen(total, self.rank)
-        whole = total.diagonal(dim1=-2, dim2=-1).sum(-1)
+        known = self.known
+        if isinstance(factor, Spiked):
+            total = factor * weight.squeeze(-1)
+            total = total if known is None else total + known
+            values, top = total.top_eigen(self.rank)
+            whole = total.diagonal().sum(-1)
+        else:
+            assert isinstance(factor, Tensor)
+            full = weight.unsqueeze(-1) * factor
+            full = full if known is None else full + known.dense()
+            values, top = top_eigen(full, self.rank)
+            whole = full.diagonal(dim1=-2, dim2=-1).sum(-1)
         kept = self._keep(top, with_rest(values, whole, self.complement))
-        diagonal = (factor @ top).mul_(top).sum(-2)
-        trace = factor.diagonal(dim1=-2, dim2=-1).sum(-1)
-        carry = None if known is None else self._carry(top, widened(known.first()))
-        return kept, carry, with_rest(diagonal, trace, self.complement)
+        in_basis = (factor @ top).mul_(top).sum(-2)
+        trace = diagonal(factor).sum(-1)
+        carry = None if known is None else self._carry(top, known.columns)
+        return kept, carry, with_rest(in_basis, trace, self.complement)
+
+    @property
+    def known(self) -> Spiked | None:
+        """The partial trace in float64; None before the first task."""
+        if not isinstance(self.vectors, Reflections):
+            return None
+        vectors = self.vectors.to(self.trace.device, self.trace.dtype).first()
+        trace = widened(self.trace)
+        return Spiked.of_eigen(widened(vectors), trace[..., :-1], trace[..., -1])
 
     def _carry(self, new: Tensor, old: Tensor) -> Tensor:
         """Return the matrix (r + 1, r + 1) that takes eigenvalues in the old basis to their means in the new one.

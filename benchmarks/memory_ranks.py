@@ -1,0 +1,153 @@
+"""How small may a memory of a language model be? Repair with memories of several ranks, compared at equal new loss.
+
+    python -m benchmarks repair_language train  --model M --new C.html --kind lora --seed 0      # and seeds 1, 2
+    python -m benchmarks repair_language memory --model M --source self
+    python -m benchmarks memory_ranks --model M --new C.html --seeds 0 1 2
+    python -m benchmarks memory_ranks --draw                                                     # table and figure
+
+The fine-tuned models and the complete memory are those of repair_language. The memory is compressed to every rank, and
+saved without the published weights. Each tuned model is repaired with each file at several strengths, with one
+curvature of the new text for all of them. Drift is KL(before || after) per token on samples that no memory has seen.
+Memories are compared at equal loss on the held-out new text: the drift of every memory is interpolated, linearly in
+its logarithm, at the losses that the complete memory has at strength 1 and 3. Every point is recorded as soon as it is
+measured, so an interrupted command resumes with the next one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import torch
+import transformers
+
+import common
+import limpet
+from common import versions
+from language import BATCH, HELD_OUT, NEW_BLOCKS, blocks, loss
+from limpet.forgetting.drift import measured_drift
+from limpet.forgetting.repair import Measures, solve
+from limpet.methods.repair_pass import RepairOptions, new_fisher
+from repair_figures import markdown
+from repair_language import CURVATURE_TOKENS, SAMPLE_LENGTH, exact_probe, fresh, samples
+
+RESULTS = common.RESULTS / "memory"
+COMPLETE = "complete"
+MEMORIES: dict[str, dict[str, Any]] = {
+    **{f"rank {rank}": {"rank": rank} for rank in (8, 16, 32, 64, 128, 256, 512)},
+    "rank 128, int8": {"rank": 128, "storage_dtype": "int8"},
+}
+STRENGTHS = (0.3, 0.6, 1.0, 2.0, 3.0, 6.0)
+COMPARED = (1.0, 3.0)
+
+
+def file_of(options: argparse.Namespace, name: str) -> Path:
+    """The file of a memory; a compressed one is made from the complete one."""
+    complete: Path = options.work / "memory-self.safetensors"
+    if name == COMPLETE:
+        return complete
+    path: Path = options.work / f"memory-{name.replace(', ', '-').replace(' ', '-')}.safetensors"
+    if not path.exists():
+        model = fresh(options.model)
+        model.get_input_embeddings().requires_grad_(False)
+        memory, begin = limpet.load(complete, model), time.perf_counter()
+        assert isinstance(memory, limpet.OnlineLaplace)
+        memory.compress(**MEMORIES[name])
+        memory.save(path, base="HuggingFaceTB/SmolLM2-135M-Instruct")
+        print(f"{name}: {path.stat().st_size / 1e6:.1f} MB, {time.perf_counter() - begin:.0f} s", flush=True)
+    return path
+
+
+class Bench:
+    """One tuned model, the curvature of the new text, and what it is measured on."""
+
+    def __init__(self, options: argparse.Namespace, seed: int) -> None:
+        self.options, self.seed = options, seed
+        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+        text = blocks(tokenizer, options.new, NEW_BLOCKS + HELD_OUT, seed=1)
+        self.new_test, self.new = text[:HELD_OUT], text[HELD_OUT:]
+        rows = torch.split(samples(options, "test"), BATCH)
+        base = fresh(options.model)
+        self.weights = base.num_parameters()
+        self.probe = exact_probe(base, [{"input_ids": part} for part in rows])
+        self.model: Any = peft.PeftModel.from_pretrained(base, options.work / f"lora-{seed}")
+        rows = torch.split(self.new[: CURVATURE_TOKENS // (SAMPLE_LENGTH - 1)], BATCH)
+        batches = [{"input_ids": part} for part in rows]
+        self.fisher = new_fisher(self._load(COMPLETE), batches, RepairOptions(examples=self.new[:, 1:].numel()))
+
+    def _load(self, name: str) -> limpet.OnlineLaplace:
+        memory = limpet.load(file_of(self.options, name), self.model)
+        assert isinstance(memory, limpet.OnlineLaplace)
+        return memory
+
+    def run(self, name: str, missing: list[float]) -> None:
+        """The missing points of one memory."""
+        memory, size = self._load(name), file_of(self.options, name).stat().st_size
+        begin = time.perf_counter()
+        repair = solve(memory.posterior, self.fisher, Measures(forecast=lambda: math.nan))
+        seconds = round(time.perf_counter() - begin)
+        for strength in missing:
+            repair.at(strength)
+            drift = measured_drift(self.model, [self.probe], limpet.Categorical())
+            found = {"seed": self.seed, "memory": name, "strength": strength, "bytes": size, "weights": self.weights}
+            found |= {"new": round(loss(self.model, self.new_test), 5), "drift": round(float(drift), 5)}
+            found |= {"drift_error": round(drift.standard_error, 5), "solve_seconds": seconds}
+            print(found, flush=True)
+            common.append_record(self.options.out, found | {"versions": versions("transformers", "peft")})
+        repair.undo()
+
+
+def at_equal_loss(points: list[dict[str, Any]], seed: int, name: str, strength: float) -> float:
+    """The drift of a memory, divided by that of the complete one, at the new loss that the complete one has there."""
+    own = sorted((p["new"], math.log(p["drift"])) for p in points if (p["seed"], p["memory"]) == (seed, name))
+    (whole,) = (p for p in points if (p["seed"], p["memory"], p["strength"]) == (seed, COMPLETE, strength))
+    losses, drifts = zip(*own, strict=True)
+    if not losses[0] <= whole["new"] <= losses[-1]:
+        return math.nan
+    return math.exp(float(np.interp(whole["new"], losses, drifts))) / float(whole["drift"])
+
+
+def table(points: list[dict[str, Any]]) -> str:
+    """Sizes and ratios of the drift over all seeds."""
+    rows = []
+    for name in [COMPLETE, *MEMORIES]:
+        own = [p for p in points if p["memory"] == name]
+        if not own:
+            continue
+        cells = [name, f"{own[0]['bytes'] / 1e6:.1f}", f"{own[0]['bytes'] / (2 * own[0]['weights']):.2f}"]
+        for strength in COMPARED:
+            found = [at_equal_loss(points, seed, name, strength) for seed in sorted({p["seed"] for p in own})]
+            cells.append(f"{statistics.mean(found):.3f} ({min(found):.3f} to {max(found):.3f})")
+        rows.append(cells)
+    heads = ["memory", "MB", "/ bfloat16 weights", *(f"drift / complete, at strength {s:g}" for s in COMPARED)]
+    return markdown(heads, rows)
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--new", type=Path, nargs="+", default=[])
+    parser.add_argument("--work", type=Path, default=Path("repair"), help="where models and memories are kept")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--memories", nargs="+", choices=[COMPLETE, *MEMORIES], default=[COMPLETE, *MEMORIES])
+    parser.add_argument("--out", type=Path, default=RESULTS / "ranks.jsonl")
+    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    options = common.parse(parser)
+    done = {(p["seed"], p["memory"], p["strength"]) for p in common.read_records(options.out)}
+    for seed in [] if options.draw else options.seeds:
+        bench = None
+        for name in options.memories:
+            if missing := [s for s in STRENGTHS if (seed, name, s) not in done]:
+                bench = bench or Bench(options, seed)
+                bench.run(name, missing)
+    print(table(common.read_records(options.out)))
+
+
+if __name__ == "__main__":
+    main()
