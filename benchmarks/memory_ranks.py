@@ -3,14 +3,17 @@
     python -m benchmarks repair_language train  --model M --new C.html --kind lora --seed 0      # and seeds 1, 2
     python -m benchmarks repair_language memory --model M --source self
     python -m benchmarks memory_ranks --model M --new C.html --seeds 0 1 2
-    python -m benchmarks memory_ranks --draw                                                     # table and figure
+    python -m benchmarks memory_ranks --model M --new C.html --time                              # of a protected step
+    python -m benchmarks memory_ranks --draw                                                     # the tables
 
 The fine-tuned models and the complete memory are those of repair_language. The memory is compressed to every rank, and
-saved without the published weights. Each tuned model is repaired with each file at several strengths, with one
+saved without the published weights. One more memory of rank 128 is made by a pass of its own over the same samples,
+which sums sketches of the long factors. Each tuned model is repaired with each file at several strengths, with one
 curvature of the new text for all of them. Drift is KL(before || after) per token on samples that no memory has seen.
 Memories are compared at equal loss on the held-out new text: the drift of every memory is interpolated, linearly in
 its logarithm, at the losses that the complete memory has at strength 1 and 3. Every point is recorded as soon as it is
-measured, so an interrupted command resumes with the next one.
+measured, so an interrupted command resumes with the next one. With --time, LoRA steps of 4 x 64 tokens under a penalty
+(`mode="gradient"`) alternate with plain ones, and the medians are compared (`tokens.cost`).
 """
 
 from __future__ import annotations
@@ -33,16 +36,20 @@ from common import versions
 from language import BATCH, HELD_OUT, NEW_BLOCKS, blocks, loss
 from limpet.forgetting.drift import measured_drift
 from limpet.forgetting.repair import Measures, solve
+from limpet.integrations.causal_lm import consolidate_lm
 from limpet.methods.repair_pass import RepairOptions, new_fisher
 from repair_figures import markdown
 from repair_language import CURVATURE_TOKENS, SAMPLE_LENGTH, exact_probe, fresh, samples
+from tokens import cost
 
 RESULTS = common.RESULTS / "memory"
 COMPLETE = "complete"
 MEMORIES: dict[str, dict[str, Any]] = {
-    **{f"rank {rank}": {"rank": rank} for rank in (8, 16, 32, 64, 128, 256, 512)},
+    **{f"rank {rank}": {"rank": rank} for rank in (8, 16, 32, 64, 96, 128, 256, 512)},
     "rank 128, int8": {"rank": 128, "storage_dtype": "int8"},
 }
+OWN_PASS = "rank 128, own pass"
+ALL = (COMPLETE, *MEMORIES, OWN_PASS)
 STRENGTHS = (0.3, 0.6, 1.0, 2.0, 3.0, 6.0)
 COMPARED = (1.0, 3.0)
 
@@ -54,11 +61,14 @@ def file_of(options: argparse.Namespace, name: str) -> Path:
         return complete
     path: Path = options.work / f"memory-{name.replace(', ', '-').replace(' ', '-')}.safetensors"
     if not path.exists():
-        model = fresh(options.model)
+        model, begin = fresh(options.model), time.perf_counter()
         model.get_input_embeddings().requires_grad_(False)
-        memory, begin = limpet.load(complete, model), time.perf_counter()
-        assert isinstance(memory, limpet.OnlineLaplace)
-        memory.compress(**MEMORIES[name])
+        if name == OWN_PASS:
+            rows, probe = (torch.split(samples(options, which), BATCH) for which in ("memory", "probe"))
+            memory = consolidate_lm(model, rows, probe=probe, strength=1.0, rank=128, storage_dtype="float16")
+        else:
+            memory = limpet.load(complete, model)  # type: ignore[assignment]
+            memory.compress(**MEMORIES[name])
         memory.save(path, base="HuggingFaceTB/SmolLM2-135M-Instruct")
         print(f"{name}: {path.stat().st_size / 1e6:.1f} MB, {time.perf_counter() - begin:.0f} s", flush=True)
     return path
@@ -103,6 +113,24 @@ class Bench:
         repair.undo()
 
 
+def steps(options: argparse.Namespace, rounds: int) -> None:
+    """Time LoRA steps under the penalty of the complete memory, and of one of rank 128."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+    rows = blocks(tokenizer, options.new, NEW_BLOCKS, seed=1)
+    for name in (COMPLETE, "rank 128"):
+        found = cost(fresh(options.model), file_of(options, name), rows, rounds)
+        ratios = {what: round(value, 4) for what, value in found.items()}
+        record = {"memory": name, **ratios, "rounds": rounds, "versions": versions("transformers", "peft")}
+        common.append_record(options.out.with_name("steps.jsonl"), record)
+
+
+def step_table(points: list[dict[str, Any]]) -> str:
+    """Ratios of a protected step to a plain one."""
+    names = [name for name in points[0] if name.startswith("every ")]
+    lines = [[p["memory"], *(f"{p[name]:.3f}" for name in names), f"{p['plain']:.2f}"] for p in points]
+    return markdown(["memory", *(f"penalty {name}" for name in names), "a plain step, s"], lines)
+
+
 def at_equal_loss(points: list[dict[str, Any]], seed: int, name: str, strength: float) -> float:
     """The drift of a memory, divided by that of the complete one, at the new loss that the complete one has there."""
     own = sorted((p["new"], math.log(p["drift"])) for p in points if (p["seed"], p["memory"]) == (seed, name))
@@ -116,7 +144,7 @@ def at_equal_loss(points: list[dict[str, Any]], seed: int, name: str, strength: 
 def table(points: list[dict[str, Any]]) -> str:
     """Sizes and ratios of the drift over all seeds."""
     rows = []
-    for name in [COMPLETE, *MEMORIES]:
+    for name in ALL:
         own = [p for p in points if p["memory"] == name]
         if not own:
             continue
@@ -135,10 +163,16 @@ def main() -> None:
     parser.add_argument("--new", type=Path, nargs="+", default=[])
     parser.add_argument("--work", type=Path, default=Path("repair"), help="where models and memories are kept")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--memories", nargs="+", choices=[COMPLETE, *MEMORIES], default=[COMPLETE, *MEMORIES])
+    parser.add_argument("--memories", nargs="+", choices=ALL, default=ALL)
     parser.add_argument("--out", type=Path, default=RESULTS / "ranks.jsonl")
+    parser.add_argument("--time", action="store_true", help="only measure the time of a step")
+    parser.add_argument("--rounds", type=int, default=12, help="of --time")
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     options = common.parse(parser)
+    if options.time:
+        steps(options, options.rounds)
+        print(step_table(common.read_records(options.out.with_name("steps.jsonl"))))
+        return
     done = {(p["seed"], p["memory"], p["strength"]) for p in common.read_records(options.out)}
     for seed in [] if options.draw else options.seeds:
         bench = None
@@ -147,6 +181,8 @@ def main() -> None:
                 bench = bench or Bench(options, seed)
                 bench.run(name, missing)
     print(table(common.read_records(options.out)))
+    if timed := common.read_records(options.out.with_name("steps.jsonl")):
+        print(f"\n{step_table(timed)}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
     python -m benchmarks protect_language --draw                                         # the tables
 
 The model, the texts and the training are those of repair_language: LoRA on all linear layers for 300 steps (kind
-"lora"), or all weights except the vocabulary matrix for 60 steps (kind "full"), with AdamW. "Protect" is training under
+"lora"; "qlora" on a base in NF4, which is then the model before), or all weights except the vocabulary matrix for 60
+steps (kind "full"), with AdamW. "Protect" is training under
 `memory.protect`, with a memory of the model's own samples. "Self-rehearsal" is training under
 `limpet.SelfRehearsal(model).protect`. Replay adds one row of old text to every batch of four, from a pool of 5 % as
 many rows as the new text has; distillation adds KL(before || now) on the new rows. Losses are in nats per token on
@@ -40,8 +41,9 @@ from repair_figures import markdown
 from repair_language import RATES, exact_probe, fresh, remembered, samples
 
 RESULTS = common.RESULTS / "protect" / "language.jsonl"
-STEPS = {"lora": 300, "full": 60}
+STEPS = {"lora": 300, "qlora": 300, "full": 60}
 RUNS = ("plain", "protect", "self-rehearsal", "replay", "distillation")
+QUANTIZED_RUNS = ("quantized", "plain", "protect")
 MOMENTS = (5, 15, 30, 60, 100, 150, 200, 250, 300)
 BUDGETS = (0.01, 0.03, 0.1)
 REPLAYED = 0.05
@@ -61,14 +63,41 @@ class Bench:
         self.new_test, self.new = text[:HELD_OUT], text[HELD_OUT:]
         old = blocks(tokenizer, options.old, HELD_OUT + round(REPLAYED * NEW_BLOCKS), seed=0)
         self.old_test, self.replayed = old[:HELD_OUT], old[HELD_OUT:]
-        self.teacher = fresh(options.model).eval().requires_grad_(False)
-        rows = torch.split(samples(options, "test"), BATCH)
-        self.probe = exact_probe(self.teacher, [{"input_ids": part} for part in rows])
+        self.teacher = self._base().eval().requires_grad_(False)
+        self.rows = [{"input_ids": part} for part in torch.split(samples(options, "test"), BATCH)]
+        self.probe = exact_probe(self.teacher, self.rows)
         remembered(options)
+
+    def _base(self) -> Any:
+        """The model before training, without adapters."""
+        if self.options.kind != "qlora":
+            return fresh(self.options.model)
+        chosen = transformers.BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        )
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.options.model, quantization_config=chosen)
+        model.config.use_cache = False
+        return model
+
+    def quantization(self) -> dict[str, Any]:
+        """The quantized base before training, with its drift from the model that was quantized."""
+        unquantized = exact_probe(fresh(self.options.model), self.rows)
+        drift = measured_drift(self.teacher, [unquantized], limpet.Categorical())
+        found = self.point("quantized", self.teacher, 0.0, None)
+        return found | {"drift": round(float(drift), 4), "drift_error": round(drift.standard_error, 4)}
+
+    @property
+    def learning_rate(self) -> float:
+        """The largest learning rate."""
+        return RATES["full" if self.options.kind == "full" else "lora"]
 
     def run(self, what: str) -> Iterator[dict[str, Any]]:
         """One run: its end, and for the memory the budgets along the path of its repair, each when it is measured."""
-        options, trained = self.options, self._fresh()
+        options = self.options
+        if what == "quantized":
+            yield self.quantization()
+            return
+        trained = self._fresh()
         memory: Any = None
         if what in ("plain", "protect"):
             memory = limpet.load(options.work / "memory-self.safetensors", trained)
@@ -92,8 +121,8 @@ class Bench:
     def _fresh(self) -> Any:
         """The model before training, with adapters if it is for LoRA."""
         torch.manual_seed(self.options.seed)
-        model: Any = fresh(self.options.model)
-        if self.options.kind == "lora":
+        model: Any = self._base()
+        if self.options.kind != "full":
             config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=LINEAR, task_type="CAUSAL_LM")
             return peft.get_peft_model(model, config)
         model.get_input_embeddings().requires_grad_(False)
@@ -104,7 +133,7 @@ class Bench:
         plain, trained = self._fresh(), self._fresh()
         memory = limpet.load(self.options.work / "memory-self.safetensors", trained)
         optimizers = [
-            torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATES[self.options.kind])
+            torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=self.learning_rate)
             for model in (plain, trained)
         ]
         times: list[list[float]] = [[], []]
@@ -128,7 +157,7 @@ class Bench:
     def _fit(self, trained: Any, what: str, memory: Any, moments: list[dict[str, Any]]) -> Any:
         options, steps = self.options, STEPS[self.options.kind]
         parameters = [p for p in trained.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=RATES[options.kind], weight_decay=0.0)
+        optimizer = torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.0)
         rate = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / steps) + 0.02
         )
@@ -224,7 +253,7 @@ def main() -> None:
     parser.add_argument("--old", type=Path, nargs="+", default=[])
     parser.add_argument("--work", type=Path, default=Path("repair"), help="where samples and memories are kept")
     parser.add_argument("--kind", choices=list(STEPS), default="lora")
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
+    parser.add_argument("--runs", nargs="+", choices=sorted({*RUNS, *QUANTIZED_RUNS}), help="by default all of a kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--time", action="store_true", help="only measure the time of a step")
@@ -236,7 +265,8 @@ def main() -> None:
         print(found)
         return
     done = {(p["kind"], p["seed"], p["what"]) for p in common.read_records(options.out)}
-    missing = [] if options.draw else [w for w in options.runs if (options.kind, options.seed, w) not in done]
+    runs = options.runs or (QUANTIZED_RUNS if options.kind == "qlora" else RUNS)
+    missing = [] if options.draw else [w for w in runs if (options.kind, options.seed, w) not in done]
     if missing:
         options.work.mkdir(parents=True, exist_ok=True)
         bench = Bench(options)

@@ -5,8 +5,9 @@
 
 The sizes of the architectures are those of the published models: Llama-3.2-1B from its config.json on the hub
 (meta-llama/Llama-3.2-1B), Llama-2-7B from Touvron et al. 2023, "Llama 2: Open foundation and fine-tuned chat models",
-and its config.json, Llama-3-70B from Grattafiori et al. 2024, "The Llama 3 herd of models", table 3, SmolLM2-135M from
-its config.json (HuggingFaceTB/SmolLM2-135M). Measured values are read from the files in which they were recorded.
+and its config.json, Llama-3-8B and Llama-3-70B from Grattafiori et al. 2024, "The Llama 3 herd of models", table 3,
+SmolLM2-135M from its config.json (HuggingFaceTB/SmolLM2-135M). Measured values are read from the files in which they
+were recorded.
 """
 
 from __future__ import annotations
@@ -72,6 +73,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+LLAMA_8B: dict[str, Any] = {**MODELS["Llama-3-70B"], "hidden_size": 4096, "num_hidden_layers": 32}
+LLAMA_8B |= {"intermediate_size": 14_336, "num_attention_heads": 32}
+FACTOR_RANK = 128
+FOUR_BITS = 0.5 + 4 / 64
+"""Bytes of a weight in NF4: 4 bits, and a scale in float32 for every 64 weights (Dettmers et al. 2023, "QLoRA")."""
+
 SMOLLM2: dict[str, Any] = {
     "hidden_size": 576,
     "num_hidden_layers": 30,
@@ -88,7 +95,7 @@ Line = Sequence[str]
 def model(name: str) -> nn.Module:
     """The model on the meta device, its weights in bfloat16 (SmolLM2's in float32, as it was measured)."""
     small = name == "SmolLM2-135M"
-    config = transformers.LlamaConfig(**(SMOLLM2 if small else MODELS[name]))
+    config = transformers.LlamaConfig(**{**MODELS, "SmolLM2-135M": SMOLLM2, "Llama-3-8B": LLAMA_8B}[name])
     config.dtype = torch.float32 if small else torch.bfloat16
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return,no-untyped-call]
@@ -119,6 +126,27 @@ def memory() -> list[Line]:
             sharded = [in_bytes(one.on(ranks).sharded.memory) for ranks in RANKS]
             first = "" if number else f"{name} ({in_bytes(weights)} of weights)"
             lines.append((first, what, in_bytes(one.nbytes), *sharded))
+    return lines
+
+
+def small() -> list[Line]:
+    """QLoRA with a memory of truncated factors, on one GPU; and the same memory beside a sharded model in bfloat16."""
+    heads = ("base in 4 bits", "memory", "in 8 bits", "file", "adapters, AdamW", "protection", "in all")
+    lines: list[Line] = [("model", *heads, "sharded, fullest of 8", "of 64")]
+    for name in ("Llama-3.2-1B", "Llama-3-8B", "Llama-3-70B"):
+        options: dict[str, Any] = {"tasks": 1, "rank": LORA, "factor_rank": FACTOR_RANK, "storage_dtype": "float16"}
+        found = planned(name, quantized=True, **options)
+        eight_bits = planned(name, quantized=True, **{**options, "storage_dtype": "int8"})
+        own = sum(row.shape[-1] * row.shape[-2] for row in found.rows)
+        weights = sum(parameter.numel() for parameter in model(name).parameters())
+        base = FOUR_BITS * own + 2 * (weights - own)
+        # adapters and their gradients in float32, and two moments
+        adapters = 16 * sum(row.trained // 2 for row in found.rows)
+        numbers = (base, found.nbytes, eight_bits.nbytes, sum(row.file for row in found.rows), adapters)
+        in_all = base + found.nbytes + adapters + found.replicated.ready
+        sharded = (planned(name, **options).on(ranks).sharded.memory for ranks in (8, 64))
+        cells = (*numbers, found.replicated.ready, in_all, *sharded)
+        lines.append((name, *(in_bytes(number) for number in cells)))
     return lines
 
 
@@ -319,7 +347,7 @@ def _tokens(number: float) -> str:
 
 
 TABLES: dict[str, Callable[[], list[Line]]] = {
-    table.__name__: table for table in (memory, step, sent, consolidate, stream, measured, ranks, speed)
+    table.__name__: table for table in (memory, small, step, sent, consolidate, stream, measured, ranks, speed)
 }
 
 

@@ -129,7 +129,9 @@ def test_the_command_calls_a_factory_on_the_meta_device(tmp_path: Path, command:
         (["--model", "torch.nn:Identity"], "nothing to protect"),
         (["--model", "mine:network", "--structure", "diag"], "structure must be one of"),
         (["--model", "mine:network", "--structure", "dense"], "use structure='kronecker'"),
-        (["--model", "mine:network", "--at-rest", "int8"], "storage_dtype must be"),
+        (["--model", "mine:network", "--storage-dtype", "int8"], "pass factor_rank= as well"),
+        (["--model", "mine:network", "--quantized"], "train through adapters"),
+        (["--model", "mine:network", "--at-rest", "int4"], "storage_dtype must be"),
     ],
 )
 def test_the_command_refuses_in_one_line(tmp_path: Path, command: Command, words: list[str], line: str) -> None:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import limpet
+from limpet.curvature import FisherPass
 from limpet.curvature import structure as structures
 from limpet.curvature.accumulators import KroneckerAccumulator
 from limpet.curvature.checkpoint import Checkpoint
 from limpet.curvature.structure import Structure
 from limpet.model import discover
+from limpet.precision import KroneckerTerm
 
 IN, HIDDEN, OUT, RANK = 40, 6, 48, 4
 
@@ -136,3 +138,24 @@ def test_a_second_task_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
         moved(model)
         found.append(memory.penalty().item())
     assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_sums_of_ranks_add_up_to_those_of_one_process() -> None:
+    model, x, y = network()
+    asked = Structure("kronecker", 4096, rank=RANK)
+
+    def read(rows: slice) -> FisherPass:
+        one_pass = FisherPass(model, discover(model), limpet.Categorical(), asked, fisher="sampled")
+        one_pass._read_all([(x[rows], y[rows])], None, False, None)
+        return one_pass
+
+    whole, *parts = (read(rows) for rows in (slice(0, 90), slice(0, 40), slice(40, 90)))
+    for name, accumulator in whole.sums.items():
+        one, other = (part.sums[name].sums() for part in parts)
+        assert any(key.endswith(".sketch") for key in one)
+        reduced = asked.accumulator(accumulator.block, x)
+        reduced.load({key: tensor + other[key] for key, tensor in one.items()})
+        (expected,), (found,) = accumulator.terms(2.0), reduced.terms(2.0)
+        assert isinstance(expected, KroneckerTerm) and isinstance(found, KroneckerTerm)
+        for factor, same in zip(expected.factors(), found.factors(), strict=True):
+            torch.testing.assert_close(same, factor, rtol=1e-6, atol=1e-9)

@@ -165,3 +165,26 @@ def test_many_processes_that_create_and_delete_a_folder(tmp_path: Path) -> None:
         lock.POLL_SECONDS = before
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * 3
     assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_a_file_in_the_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("")
+    with pytest.raises((FileExistsError, NotADirectoryError)), folder_lock(tmp_path / "a"):
+        pass
+    with pytest.raises((FileExistsError, NotADirectoryError)), folder_lock(tmp_path / "a" / "b"):
+        pass
+
+
+def test_a_folder_that_is_deleted_while_it_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, calls = Path.mkdir, []
+
+    def mkdir(path: Path, *given: Any, **options: Any) -> None:
+        calls.append(path)
+        if len(calls) == 1:  # it was there for os.mkdir, and is not for the check that it is a folder
+            raise FileExistsError(path)
+        made(path, *given, **options)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with folder_lock(tmp_path / "a"):
+        assert (tmp_path / "a").is_dir()
+    assert len(calls) > 1

@@ -314,3 +314,24 @@ def test_a_group_of_small_curvature_is_no_product_because_others_are() -> None:
 
     precision = start.add(term(0), 1.0).add(term(1), 1.0)
     assert "eigenvalues" in precision.tensors()
+
+
+@pytest.mark.parametrize("target", [{"max_bytes": 30_000}, {"max_bytes": "50kB"}, {"bytes_per_weight": 0.5}])
+@pytest.mark.parametrize("dtype", [None, "float16", "int8"])
+def test_the_rank_that_a_target_in_bytes_allows(target: dict[str, Any], dtype: str | None) -> None:
+    def made(**options: Any) -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(300, 40), nn.Tanh(), nn.Linear(40, 300))
+        memory = limpet.OnlineLaplace(model, storage_dtype=dtype, **options)
+        memory.consolidate([(torch.randn(20, 300), torch.randint(0, 300, (20,)))], progress=False)
+        ranks.append(memory.posterior.structure.rank)
+        kept = {name: tensor for name, tensor in memory.state_dict()["tensors"].items() if not name.endswith("mean")}
+        return sum(tensor.nbytes for tensor in kept.values())
+
+    ranks: list[Any] = []
+    limit = {30_000: 30_000, "50kB": 50_000}.get(target.get("max_bytes", ""), 0.5 * (300 * 41 + 301 * 40))
+    assert made(**target) <= limit < made(rank=ranks[0] + 1)
+    with pytest.raises(LimpetError, match="do not hold one eigenvector per factor"):
+        limpet.OnlineLaplace(nn.Linear(30, 30), max_bytes=10)
+    with pytest.raises(ValueError, match="not several"):
+        limpet.OnlineLaplace(nn.Linear(30, 30), max_bytes=10, rank=3)

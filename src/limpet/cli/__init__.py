@@ -1,8 +1,8 @@
-"""Command line: `limpet run`, `sweep`, `report`, `list`, `consolidate`, `inspect`, `plan`, `repair` and `drift`."""
+"""Command line: `limpet run`, `sweep`, `report`, `list`, `consolidate`, `inspect`, `plan`, `repair` and so on."""
 
 from limpet.cli.base import app, console, main
 
 # isort: split
-from limpet.cli import experiments, memories, repair  # after `base`, which reports missing extras
+from limpet.cli import experiments, memories, publish, repair  # after `base`, which reports missing extras
 
-__all__ = ["app", "console", "experiments", "main", "memories", "repair"]
+__all__ = ["app", "console", "experiments", "main", "memories", "publish", "repair"]

@@ -240,6 +240,12 @@ def plan_command(
         int | None,
         typer.Option(min=1, help="Assume LoRA adapters of this rank on every linear layer except the head."),
     ] = None,
+    factor_rank: Annotated[
+        int | None, typer.Option(min=1, help="Rank of the memory: eigenvectors that it keeps of each factor.")
+    ] = None,
+    quantized: Annotated[
+        bool, typer.Option("--quantized", help="Assume a quantized base (QLoRA), of which the memory has no mean.")
+    ] = False,
     max_factor_size: MaxFactorSize = None,
     storage_dtype: StorageDtype = None,
     auto_strength: Annotated[
@@ -270,6 +276,8 @@ def plan_command(
                 tasks=tasks,
                 tokens=tokens,
                 rank=rank,
+                factor_rank=factor_rank,
+                quantized=quantized,
                 max_factor_size=max_factor_size or MAX_FACTOR_SIZE,
                 storage_dtype=storage_dtype,
                 auto_strength=auto_strength,

@@ -89,12 +89,12 @@ def repair_command(
     import limpet
     from limpet.integrations import causal_lm
 
-    torch, checkpoints = _ready(dtype)
+    torch, checkpoints = ready(dtype)
     if out.resolve() in (tuned.resolve(), Path(model).resolve()):
         raise LimpetError("-o is the folder of an input model: choose another output folder")
     network = checkpoints.read_tuned(model, tuned, dtype, device)
     tokenizer = checkpoints.read_tokenizer(str(tuned), model)
-    own = _loaded(memory, network, revision, sha256, lambda: checkpoints.read_base(model, dtype, device))
+    own = loaded(memory, network, revision, sha256, lambda: checkpoints.read_base(model, dtype, device))
     rows = causal_lm.pack_tokens(tokenizer, data, tokens=tokens, length=length)
     batches = [{"input_ids": part} for part in torch.split(rows, batch_size)]
     total = max(causal_lm.count_tokens(tokenizer, data), rows[:, 1:].numel())
@@ -149,10 +149,10 @@ def drift_command(
     Examples:
     limpet drift --model base-model --tuned my-adapter --memory memory.safetensors --at-most 0.05
     """
-    _, checkpoints = _ready(dtype)
+    _, checkpoints = ready(dtype)
     network = checkpoints.read_tuned(model, tuned, dtype, device)
     before = checkpoints.read_base(model, dtype, device)
-    own = _loaded(memory, network, revision, sha256, before)
+    own = loaded(memory, network, revision, sha256, before)
     found = own.drift(reference=before, blocks=layers > 0)
     console.print(
         f"drift: {float(found):.4f} +- {found.standard_error:.4f} nats per token, on {found.examples} sequences",
@@ -196,7 +196,7 @@ def compress_command(
     import limpet
     from limpet.methods.compress import Target
 
-    _, checkpoints = _ready(dtype)
+    _, checkpoints = ready(dtype)
     check_choice("--storage-dtype", storage_dtype, ("float32", "float16", "bfloat16", "int8"))
     if sum(given is not None for given in (rank, energy, max_bytes)) != 1:
         raise LimpetError("pass exactly one of --rank, --energy and --max-bytes")
@@ -207,7 +207,7 @@ def compress_command(
     except ValueError as error:
         raise LimpetError(str(error)) from error
     network = checkpoints.read_base(model, dtype, device)
-    own = _loaded(memory, network, revision, sha256)
+    own = loaded(memory, network, revision, sha256)
     if not isinstance(own, limpet.OnlineLaplace | limpet.PerTaskLaplace | limpet.ApproximateLaplace):
         raise LimpetError(f"{memory} is of method {own.method}, which has no Kronecker factors to truncate")
     ranks = own.compress(rank=rank, energy=energy, max_bytes=max_bytes, storage_dtype=kind)
@@ -224,8 +224,8 @@ def compress_command(
     )
 
 
-def _loaded(memory: str, network: Any, revision: str | None, sha256: str | None, base: Any = None) -> Any:
-    """Load a memory; options that do not fit are reported like other errors."""
+def loaded(memory: str, network: Any, revision: str | None, sha256: str | None, base: Any = None) -> Any:
+    """Load a memory of weights; options that do not fit are reported like other errors."""
     import limpet
 
     try:
@@ -240,7 +240,7 @@ def _loaded(memory: str, network: Any, revision: str | None, sha256: str | None,
     return found
 
 
-def _ready(dtype: str) -> tuple[Any, Any]:
+def ready(dtype: str) -> tuple[Any, Any]:
     """Check the dtype and import torch and `limpet.integrations.checkpoints`."""
     if dtype not in ("float32", "bfloat16"):
         raise LimpetError(f"--dtype must be one of float32, bfloat16, not {dtype!r}")

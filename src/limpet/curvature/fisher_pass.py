@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
@@ -75,6 +75,7 @@ class Fisher:
         roots: Number of backward passes per batch.
         loss_scale: Factor that converts the likelihood's negative log likelihood to nats.
         exposed: Names of the blocks whose inputs can be recovered from their Fisher, because it has too few of them.
+        dropped: Names of the blocks whose terms were dropped.
     """
 
     blocks: list[Block]
@@ -88,10 +89,16 @@ class Fisher:
     roots: int = 1
     loss_scale: float = 1.0
     exposed: tuple[str, ...] = ()
+    dropped: frozenset[str] = frozenset()
 
     def speaks_of(self, block: Block) -> bool:
         """Whether the task has curvature for the block: its parameters were used, and it has terms."""
-        return bool(self.terms.get(block.name)) and not self.unused.issuperset(block.parameters)
+        measured = bool(self.terms.get(block.name)) or block.name in self.dropped
+        return measured and not self.unused.issuperset(block.parameters)
+
+    def without_terms(self) -> Fisher:
+        """Return the Fisher without its terms, which are as large as the memory, for when they are in it."""
+        return replace(self, terms={}, dropped=frozenset(name for name, terms in self.terms.items() if terms))
 
 
 class FisherPass(BatchStep):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -89,6 +90,18 @@ class Structure:
             if columns is not None and whole and self.name == "kronecker":
                 found[side] = columns
         return found
+
+    def complete(self, blocks: Iterable[Block]) -> Structure:
+        """Return the structure without a rank, unless a side of a block is too long for a complete factor.
+
+        Args:
+            blocks: The blocks.
+
+        Returns:
+            The structure, for curvature that is used once and not stored.
+        """
+        long = any(max(block.shape[-2:]) > self.max_factor_size for block in blocks if block.factored)
+        return self if long else replace(self, rank=None)
 
     def size(self, block: Block) -> int:
         """Number of elements that a memory of one task stores for this block, mean included; used to balance ranks."""

@@ -50,10 +50,10 @@ def coherent_curve(blocks: Sequence[BlockPerturbation], probe: LossProbe, exampl
     gradient = probe.gradient(names, rolled)
     predicted, direction = 0.0, dict[str, Tensor]()
     for block in blocks:
-        signs = -block.block.gather(gradient).sign()
+        own = {name: gradient.pop(name) for name in block.block.parameters}  # dropped, because all are a model's size
+        signs = -block.block.gather(own).sign()
         predicted += block.rise(signs) / examples
         direction.update(by_parameter([block], [signs]))
-    del gradient  # as large as the model
     if not (predicted > 0 and math.isfinite(predicted)):
         return None
     points, scaled_by = [], 1.0

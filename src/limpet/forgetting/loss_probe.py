@@ -106,17 +106,20 @@ class LossProbe:
             The gradient, summed over the examples of all ranks, by parameter name.
         """
         wanted = [self.parameters[name] for name in names]
-        gradients = [torch.zeros_like(parameter) for parameter in wanted]
+        gradients: list[Tensor | None] = [None] * len(wanted)
         for batch, targets in zip(self.batches, self.targets, strict=True):
             with trainable(wanted), torch.enable_grad():
                 outputs, _ = call(self.model, batch, self.forward)
                 loss = self.likelihood.loss(outputs, relabel(targets))
                 found = torch.autograd.grad(loss, wanted, allow_unused=True)
-            for gradient, part in zip(gradients, found, strict=True):
-                if part is not None:
-                    gradient += part
-        ranks, found_by_name = current(), dict(zip(names, gradients, strict=True))
-        return found_by_name if ranks is None else ranks.sum(found_by_name)
+            for i, part in enumerate(found):
+                part = part.to_dense() if part is not None and part.is_sparse else part
+                before = gradients[i]
+                gradients[i] = part if before is None else before if part is None else before + part
+        each = zip(names, wanted, gradients, strict=True)
+        total = {name: torch.zeros_like(p) if gradient is None else gradient for name, p, gradient in each}
+        ranks = current()
+        return total if ranks is None else ranks.sum(total)
 
     def record_outputs(self) -> None:
         """Keep the present outputs for `drift` to compare with. Requires a previous call of `loss`."""

@@ -108,6 +108,7 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
                 for z in pushed:  # in place, because a displacement is as large as the model
                     z.neg_()
                 losses.append(probe.loss(by_parameter(blocks, pushed)))
+            del pushed  # before the next one is drawn
             points.append((rise / fisher.examples, fisher.loss_scale * (sum(losses) / len(losses) - start)))
         curve = Curve.through(points)
         if gradient is not None:  # the direction is known, and was measured
@@ -147,10 +148,15 @@ def random_directions(blocks: Sequence[BlockPerturbation], examples: int, seed: 
     for number, rise in enumerate(RISES):
         step = step_for_rise(blocks, rise * examples)
         generator = numbered(seed, number)
-        pushed, rises = zip(*(block.push(step, generator) for block in blocks), strict=True)
-        yield list(pushed), sum(rises)
+        yield _pushed(blocks, step, generator)
         if not step:
             break  # the noise is undamped already: larger increases are out of reach
+
+
+def _pushed(blocks: Sequence[BlockPerturbation], step: float, generator: torch.Generator) -> Push:
+    """Push every block."""
+    pushed, rises = zip(*(block.push(step, generator) for block in blocks), strict=True)
+    return list(pushed), sum(rises)
 
 
 def along_gradient(

@@ -145,36 +145,37 @@ def upload(path: str | Path, repo_id: str, *, private: bool | None = None, token
     return str(api.upload_file(path_or_fileobj=str(path), path_in_repo=FILE, repo_id=repo_id))
 
 
-def model_card(examples: int, model: str, data: str) -> str:
+def model_card(examples: int, model: str, data: str, *, sha256: str | None = None) -> str:
     """Write a model card section for a model that is published with its memory.
 
     Args:
         examples: The number of tokens the memory was computed from.
         model: The name of the model on the Hub.
         data: A description of the text the tokens come from.
+        sha256: The SHA-256 of the file, if it is known.
 
     Returns:
         The section, as Markdown.
     """
+    checked = "" if sha256 is None else f', sha256="{sha256}"'
     name = f"{PREFIX}{model}" if NAME.fullmatch(model) and not Path(model).exists() else model
     return f"""## Fine-tune without forgetting
 
 `{FILE}` is a memory of this model, computed by limpet (`pip install limpet`) from {examples:,} tokens of {data}: a
 Gaussian over the weights that shows which changes would harm what the model knows. To protect the model during
-fine-tuning, with or without LoRA:
+fine-tuning, with or without LoRA, quantized or not:
 
 ```python
 import limpet
 from limpet.integrations.transformers import MemoryCallback
 
-memory = limpet.load("{name}", model)  # before or after get_peft_model(model, ...)
+memory = limpet.load("{name}", model{checked})  # before or after get_peft_model(model, ...)
 trainer = Trainer(model, args, train_dataset=data, callbacks=[MemoryCallback(memory)])
 ```
 
 A model that was fine-tuned without protection can be repaired afterwards: `limpet.repair(model, memory, batches)`.
 
-`memory.forecast()` estimates how much the loss on the old data has increased, in nats per token;
-`MemoryCallback(memory, budget=0.05)` protects just enough to keep this estimate within 0.05.
+`memory.drift()` measures how far its predictions have moved, in nats per token, if the file contains a probe.
 """
 
 

@@ -147,6 +147,9 @@ def folder_lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
             break
         except FileNotFoundError:  # deleted in the meantime by a process that had created it, too
             continue
+        except FileExistsError:  # the same, between two calls in `mkdir`, unless it is a file
+            if any(path.exists() and not path.is_dir() for path in (folder, *folder.parents)):
+                raise
     try:
         yield
     finally:

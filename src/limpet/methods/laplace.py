@@ -37,6 +37,7 @@ from limpet.methods.private import (
     restored,
     warn_of_exposed_inputs,
 )
+from limpet.methods.rank_target import rank_within
 from limpet.methods.repair_pass import RepairOptions, repaired
 from limpet.model import PER_SAMPLE, Forward, counted_examples, full_precision
 from limpet.model.batch import FirstBatches
@@ -109,7 +110,8 @@ class Laplace(Memory):
         seed: Seed for sampled targets and perturbations.
         max_factor_size: Largest Kronecker factor that is stored as one matrix. A longer side of a block keeps its
             factor as a block-diagonal matrix of up to seven equal blocks, a still longer one (a vocabulary) as a
-            diagonal. Formerly `max_side`.
+            diagonal. With a `rank` that is at most an eighth of the side, a factor of up to seven times this size is
+            one matrix. Formerly `max_side`.
         storage_dtype: Data type in which the eigenbases of the Kronecker structure are stored: "float16" or
             "bfloat16", at half the memory, or with `rank` also "int8". They are converted when their block is used. By
             default they are stored in the data type they are used in. Formerly `at_rest`.
@@ -117,6 +119,9 @@ class Laplace(Memory):
         rank: Number of eigenvectors to keep of each Kronecker factor; the other eigenvalues are replaced by their mean.
             Besides its mean, a layer then takes rank (in + out) + 3 rank^2 numbers instead of in^2 + out^2 + in out. By
             default all are kept.
+        bytes_per_weight: Instead of `rank`: use the largest one at which the curvature of one task takes at most so
+            many bytes per weight in a file, besides the mean. `compress` chooses ranks by layer.
+        max_bytes: The same with a number of bytes in all, or a text such as "4GB".
 
     Raises:
         TypeError: If `model` is not a `torch.nn.Module`.
@@ -145,7 +150,21 @@ class Laplace(Memory):
         storage_dtype: str | None = None,
         offload: bool = False,
         rank: int | None = None,
+        bytes_per_weight: float | None = None,
+        max_bytes: float | str | None = None,
     ) -> None:
+        if bytes_per_weight is not None or max_bytes is not None:
+            if rank is not None:
+                raise ValueError("pass one of rank=, bytes_per_weight= and max_bytes=, not several")
+            exclude = list(exclude)
+            rank = rank_within(
+                model,
+                bytes_per_weight=bytes_per_weight,
+                max_bytes=max_bytes,
+                max_factor_size=positive_whole("max_factor_size", max_factor_size),
+                storage_dtype=storage_dtype,
+                exclude=exclude,
+            )
         if fisher not in FISHERS:
             raise ValueError(f"fisher must be one of {', '.join(FISHERS)}, not {fisher!r}")
         self.smoothing = finite_number("smoothing", smoothing)
@@ -203,9 +222,9 @@ class Laplace(Memory):
         with self._on_all_ranks(batches, arguments):
             saved = self._checkpoint(checkpoint)
             rows = probe_rows(probe)
-            fisher = self._measure(batches, examples, limit, forward, progress, saved, privacy)
-            probes = () if rows is None else (self._record_probe(fisher.first.take(self._share(rows)), forward),)
-            self._settle([fisher], forward, privacy)
+            fishers = [self._measure(batches, examples, limit, forward, progress, saved, privacy)]
+            probes = () if rows is None else (self._record_probe(fishers[0].first.take(self._share(rows)), forward),)
+            self._settle(fishers, forward, privacy)
             self.probes += probes
             if saved is not None:
                 saved.remove()
@@ -427,7 +446,10 @@ class Laplace(Memory):
         return {"fisher": self.fisher, "draws": self.draws, "seed": self.seed + self.tasks, "forward": forward}
 
     def _settle(self, fishers: list[Fisher], forward: Forward | None, privacy: Privacy | None = None) -> None:
-        """Update the memory with the measured Fishers, of which the last is that of the newest task."""
+        """Update the memory with the measured Fishers, of which the last is that of the newest task.
+
+        After a first task, whose Fisher is in the memory as it is, its terms are dropped from the list.
+        """
         with full_precision(), torch.inference_mode(False):
             with self._all_or_nothing():
                 self._add_task(fishers, forward)
@@ -435,6 +457,8 @@ class Laplace(Memory):
             if privacy is None:
                 warn_of_exposed_inputs(fishers)
                 if not self._automatic:
+                    if self.tasks == 1:
+                        fishers[-1] = fishers[-1].without_terms()
                     self._measure_curve(fishers[-1], forward)
 
     @contextmanager

@@ -176,7 +176,7 @@ def new_fisher(memory: Repairable, batches: Iterable[Any], options: RepairOption
         memory.model,
         blocks,
         _likelihood(memory, options),
-        memory.posterior.structure,
+        memory.posterior.structure.complete(blocks),
         **memory._step_options(options.forward),
     )
     return one_pass.run(batches, examples=options.examples, limit=options.limit, progress=options.progress)

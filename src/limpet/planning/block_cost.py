@@ -1,35 +1,4 @@
-"""Cost of one block of a memory, from its shape alone: numbers stored, numbers accumulated, and operations.
-
-A block consists of g matrices of shape out x in: g is 1 except for grouped convolutions, and a bias adds one column to
-in. The Kronecker factor of a side of length n (in or out) is dense, or block-diagonal with blocks of nearly equal size
-if n exceeds `max_factor_size`, or diagonal if there would be too many blocks or the data are one-hot. For a
-block-diagonal factor, n^2 and n^3 denote the sums of the squares and cubes of the block sizes. Numbers stored for a
-block, besides the mean (g out in):
-
-    diagonal        g out in
-    kronecker       eigenvalues g out in, partial traces g (in + out), and an eigenbasis of n^2 for every side that is
-                    not diagonal
-    kronecker-sum   the same, and Q (in^2, or in if diagonal) and H (out^2 or out) of every task
-    dense           (g out in)^2
-
-Normalization layers and parameters that no layer class covers are diagonal, unless the structure is dense. A curvature
-pass accumulates Q and H, or the squared gradients in the shape of the block. If tasks have different strengths, the
-eigenvalues (the diagonal, the dense matrix) are stored twice.
-
-Operations are those of the matrix products, two per multiply-add; elementwise operations, and thus all operations of
-`diagonal`, are not counted. R = 2 g (out^2 in + out in^2), without the squares of diagonal sides, is the cost of one
-rotation into the eigenbasis:
-
-    gradient        kronecker 2 R, or R after one task with both sides dense, where it equals H d Q;
-                    kronecker-sum R for every term; dense 2 (g out in)^2
-    proximal step   kronecker 2 R; kronecker-sum K + 1 gradients and K + 2 proximal steps of kronecker, with K = 4
-                    iterations of conjugate gradients (ill-conditioned problems take more); dense 4 (g out in)^2
-    LoRA adapters   6 r (out^2 + in^2 + out in), or 4 r (out^2 + in^2) + 8 r^2 (out + in) after one task: the products
-                    in `limpet.posterior.lora`; only squares of dense sides count
-    task update     for every dense side 9 n^3 for the eigendecomposition (Golub and Van Loan, "Matrix Computations",
-                    8.3) and 6 n^3 for related products (2 n^3 in the first task), and R to transfer the eigenvalues
-    per token       in a curvature pass: 2 n^2 for every dense side, 5/4 n^2 if it is long (`gram`)
-"""
+"""Cost of one block of a memory in bytes and operations, under given settings; `block_shape` has the formulas."""
 
 from __future__ import annotations
 
@@ -38,16 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from limpet.curvature import Structure
-from limpet.curvature.gram import STRIP_FROM, STRIPS
 from limpet.model import Block
-from limpet.precision.block_diagonal import in_words
-from limpet.precision.storage import DTYPES
-
-EIGENVECTORS = 9
-"""Operations of a symmetric eigendecomposition with eigenvectors, in units of n^3."""
-
-CONJUGATE_STEPS = 4
-"""Assumed number of conjugate gradient iterations in a proximal step of kronecker-sum."""
+from limpet.planning.block_shape import BlockShape
+from limpet.precision.storage import EIGHT_BITS, Storage
 
 
 @dataclass(frozen=True)
@@ -60,8 +22,9 @@ class BlockCost:
         shape: Its shape.
         structure: Its structure, and which sides are diagonal or block-diagonal.
         whole: Bytes of its weights, in the dtype of the model.
-        weights: Bytes of its mean.
+        weights: Bytes of its weights in the dtype of the memory; of its mean, unless the base is quantized.
         bytes: Bytes of its memory.
+        file: Bytes in a file that names published weights instead of containing the mean.
         before: Bytes of its memory before the last task.
         lasting: Bytes of its memory that the last task leaves unchanged: the earlier terms of kronecker-sum.
         fresh: Bytes that are recomputed in every task.
@@ -76,6 +39,7 @@ class BlockCost:
         update: Operations of the update with a task, after its curvature pass.
         per_token: Operations of the curvature pass per token.
         size: Numbers stored after one task, by which blocks are assigned to ranks.
+        truncated: Whether a factor is truncated.
         owner: The rank that owns the block in a sharded memory.
     """
 
@@ -86,6 +50,7 @@ class BlockCost:
     whole: int
     weights: int
     bytes: int
+    file: int
     before: int
     lasting: int
     fresh: int
@@ -100,296 +65,13 @@ class BlockCost:
     update: int
     per_token: int
     size: int
+    truncated: bool = False
     owner: int = 0
 
     @property
     def term(self) -> int:
         """Bytes of the accumulated factors that become part of the memory: the newest term of kronecker-sum."""
         return self.bytes - self.lasting - self.fresh
-
-
-@dataclass(frozen=True)
-class KroneckerShape:
-    """Which factors of a Kronecker product Q (x) H are dense.
-
-    Attributes:
-        use: The name of the layer that uses the weights (`Block.use`).
-        inputs: Whether Q is dense.
-        outputs: Whether H is dense.
-        data_left: Whether H is computed from the data and Q from the gradients, as in an embedding.
-    """
-
-    use: str
-    inputs: bool
-    outputs: bool
-    data_left: bool
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """The shape and structure of a block.
-
-    Attributes:
-        structure: The structure of its precision.
-        groups: The number of matrices g.
-        out: The number of rows of each matrix.
-        in_: The number of columns of each matrix, including the bias.
-        inputs: Whether the input side has an eigenbasis, rather than being diagonal.
-        outputs: Whether the output side has an eigenbasis.
-        bias: The number of columns that belong to a bias.
-        products: The Kronecker products that one task adds, or would add in a Kronecker structure.
-        in_sizes: The sizes of the diagonal blocks of the input factor; a single size if it is not block-diagonal.
-        out_sizes: The sizes of the diagonal blocks of the output factor.
-    """
-
-    structure: str
-    groups: int
-    out: int
-    in_: int
-    inputs: bool
-    outputs: bool
-    bias: int
-    products: tuple[KroneckerShape, ...]
-    in_sizes: tuple[int, ...]
-    out_sizes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, block: Block, structure: Structure) -> BlockShape:
-        """Determine how a structure represents a block.
-
-        Args:
-            block: The block.
-            structure: The structure.
-
-        Returns:
-            The shape.
-        """
-        *groups, out, in_ = block.shape
-        sides = structure.sides(block)
-        inputs, outputs = not sides["inputs_diagonal"], not sides["outputs_diagonal"]
-        sizes = (sides["inputs_sizes"] or (in_,), sides["outputs_sizes"] or (out,))
-        products = [
-            KroneckerShape(
-                block.use(layer),
-                inputs and not (layer.data_one_hot and not layer.data_left),
-                outputs and not (layer.data_one_hot and layer.data_left),
-                layer.data_left,
-            )
-            for layer in block.layers
-        ]
-        name = structure.of(block)
-        dense = name.startswith("kronecker")
-        known = tuple(products) if block.factored else ()
-        g = groups[0] if groups else 1
-        return cls(name, g, out, in_, dense and inputs, dense and outputs, block.bias, known, *sizes)
-
-    @property
-    def factored(self) -> bool:
-        """Whether the precision of the block has Kronecker factors."""
-        return self.structure.startswith("kronecker")
-
-    @property
-    def numbers(self) -> int:
-        """The number of weights in the block, including biases."""
-        return self.groups * self.out * self.in_
-
-    @property
-    def described(self) -> str:
-        """The structure, and which sides are diagonal or block-diagonal."""
-        if not self.factored:
-            return self.structure
-        sides = {"inputs": (not self.inputs, self.in_sizes), "outputs": (not self.outputs, self.out_sizes)}
-        return in_words(self.structure, sides)
-
-    # --- numbers stored ----------------------------------------------------------------------------------------
-
-    def kept(self, tasks: int, several_strengths: bool = False) -> dict[str, int]:
-        """Count the numbers in the tensors of the precision, without the terms of kronecker-sum (see `terms`).
-
-        Args:
-            tasks: The number of tasks consolidated.
-            several_strengths: Whether the tasks have different strengths.
-
-        Returns:
-            The size of every tensor, by its name in `Precision.tensors`.
-        """
-        if tasks == 0:
-            return {}
-        twice = several_strengths and tasks > 1
-        if not self.factored:
-            name, numbers = ("matrix", self.numbers**2) if self.structure == "dense" else ("diagonal", self.numbers)
-            return {name: numbers, **({f"{name}.weighted": numbers} if twice else {})}
-        g, out, in_ = self.groups, self.out, self.in_
-        found = {"eigenvalues": self.numbers, "inputs.trace": g * in_, "outputs.trace": g * out}
-        if twice:
-            found["eigenvalues.weighted"] = self.numbers
-        if self.inputs:
-            found |= self._named("inputs.vectors", self.in_sizes)
-        if self.outputs:
-            found |= self._named("outputs.vectors", self.out_sizes)
-        if self.structure == "kronecker":
-            return found
-        return {f"eigenbasis.{name}": numbers for name, numbers in found.items()}
-
-    def terms(self) -> list[tuple[int, int]]:
-        """The sizes of Q and H in every term that one task adds to a kronecker-sum."""
-        products = self.products if self.structure == "kronecker-sum" else ()
-        sides = [(self._side("", self.in_sizes, p.inputs), self._side("", self.out_sizes, p.outputs)) for p in products]
-        return [(sum(q.values()), sum(h.values())) for q, h in sides]
-
-    def sums(self) -> dict[str, int]:
-        """The sizes of the tensors that a curvature pass accumulates, by their names in `Accumulator.sums`."""
-        if not self.factored:
-            return {"matrix": self.numbers**2} if self.structure == "dense" else {"squares": self.numbers}
-        found: dict[str, int] = {}
-        for product in self.products:
-            names = [f"data/{product.use}", f"gradients/{product.use}"]
-            q, h = reversed(names) if product.data_left else names
-            found |= self._side(q, self.in_sizes, product.inputs) | self._side(h, self.out_sizes, product.outputs)
-        return found
-
-    def work(self, tasks: int, several_strengths: bool = False) -> float:
-        """Estimate the workspace of the update with the last task; fitted to measurements, including LAPACK's own.
-
-        Args:
-            tasks: The number of tasks, including the last.
-            several_strengths: Whether the tasks have different strengths.
-
-        Returns:
-            The number of float64 numbers.
-        """
-        eigen = 5.5 if tasks > 1 else 5.0
-        twice = 1.5 if several_strengths and tasks > 1 else 1.0
-        if self.structure == "dense":
-            return 3.0 * twice * self.numbers**2
-        a, b = self._squares
-        # diagonal blocks are decomposed one at a time, so the workspace is that of the largest one
-        largest_a = self.groups * max(self.in_sizes) ** 2 * self.inputs
-        largest_b = self.groups * max(self.out_sizes) ** 2 * self.outputs
-        eigenvectors = max(a + (eigen - 1) * largest_a + b, b + (eigen - 1) * largest_b + 2.5 * a)
-        return max(eigenvectors, 3.0 * twice * self.numbers + 2.5 * (a + b))
-
-    def eigenvectors(self) -> int:
-        """The size of the eigenvectors that a dense matrix caches once computed, as they are for the loss curve."""
-        return self.numbers**2 if self.structure == "dense" else 0
-
-    def multiplied_out(self, tasks: int) -> int:
-        """The size of H and Q, which gradient mode caches after a single task to compute the gradient as H d Q."""
-        return sum(self._squares) if self._is_product(tasks) else 0
-
-    def _side(self, name: str, sizes: tuple[int, ...], dense: bool) -> dict[str, int]:
-        return self._named(name, sizes) if dense else {name: self.groups * sum(sizes)}
-
-    def _named(self, name: str, sizes: tuple[int, ...]) -> dict[str, int]:
-        """The sizes of the diagonal blocks of a matrix, by their names in `block_diagonal.named`."""
-        numbers = [self.groups * size**2 for size in sizes]
-        return {name: numbers[0]} if len(numbers) == 1 else {f"{name}.{i}": some for i, some in enumerate(numbers)}
-
-    @property
-    def _squares(self) -> tuple[int, int]:
-        """The sizes of the eigenbases of both sides."""
-        return self._powers(2)
-
-    def _powers(self, power: int) -> tuple[int, int]:
-        inputs, outputs = (sum(size**power for size in sizes) for sizes in (self.in_sizes, self.out_sizes))
-        return self.groups * inputs * self.inputs, self.groups * outputs * self.outputs
-
-    # --- operations ------------------------------------------------------------------------------------------
-
-    def _rotation(self, inputs: bool, outputs: bool) -> int:
-        in_squares, out_squares = (sum(size**2 for size in sizes) for sizes in (self.in_sizes, self.out_sizes))
-        return 2 * self.groups * (self.out * in_squares * inputs + self.in_ * out_squares * outputs)
-
-    def _is_product(self, tasks: int) -> bool:
-        """Whether L - prior is a single Kronecker product Q (x) H of two dense factors."""
-        one = tasks * len(self.products) == 1 and self.groups == 1
-        return self.structure == "kronecker" and one and self.inputs and self.outputs
-
-    def gradient(self, tasks: int) -> int:
-        """Operations of the gradient of the penalty after `tasks` tasks."""
-        if self.structure == "dense":
-            return 2 * self.numbers**2
-        if self.structure == "kronecker-sum":
-            return tasks * sum(self._rotation(product.inputs, product.outputs) for product in self.products)
-        rotation = self._rotation(self.inputs, self.outputs)
-        return rotation if self._is_product(tasks) else 2 * rotation
-
-    def proximal(self, tasks: int) -> int:
-        """Operations of a proximal step after `tasks` tasks."""
-        if self.structure == "dense":
-            return 4 * self.numbers**2
-        in_bases = 2 * self._rotation(self.inputs, self.outputs)
-        if self.structure == "kronecker-sum":
-            return (CONJUGATE_STEPS + 1) * self.gradient(tasks) + (CONJUGATE_STEPS + 2) * in_bases
-        return in_bases
-
-    def adapters(self, tasks: int, rank: int) -> int:
-        """Count the operations of the gradient of the penalty with respect to LoRA adapters of the weight.
-
-        Args:
-            tasks: The number of tasks consolidated.
-            rank: The rank of the adapters.
-
-        Returns:
-            The number of operations.
-        """
-        columns = self.in_ - self.bias
-        in_bases = self.structure == "kronecker"
-        in_squares, out_squares = self._squares
-        if len(self.in_sizes) == 1:
-            in_squares = columns * self.in_ * self.inputs
-        rotated = rank * (in_squares + out_squares) * in_bases
-        if in_bases and tasks * len(self.products) == 1:
-            return 4 * rotated + 8 * rank**2 * (self.out + columns)
-        applied = 0 if in_bases else self.gradient(tasks)
-        return 6 * rotated + 6 * rank * self.out * self.in_ + applied
-
-    def update(self, tasks: int, several_strengths: bool = False) -> int:
-        """Count the operations of the update with the last task, after its curvature pass.
-
-        Args:
-            tasks: The number of tasks, including the last.
-            several_strengths: Whether the tasks have different strengths.
-
-        Returns:
-            The number of operations.
-        """
-        if self.structure == "dense":
-            return EIGENVECTORS * self.numbers**3
-        cubes = sum(self._powers(3))
-        carried = self._rotation(self.inputs, self.outputs) * (2 if several_strengths and tasks > 1 else 1)
-        terms = len(self.products) * self.factored
-        first = tasks == 1 and terms > 0
-        return terms * ((EIGENVECTORS + 6) * cubes + carried) - first * 4 * cubes
-
-    def per_token(self) -> int:
-        """Operations of a curvature pass per token (one position of one example), besides those of the network."""
-        if not self.factored:
-            products = sum(not product.data_left for product in self.products)
-            own = 2 * self.groups * self.out * (self.in_ - self.bias) * products
-            return own if self.structure == "diagonal" else own + gram(self.numbers)
-        *most, last = self.in_sizes
-        sides = [((*most, last - self.bias), product.inputs) for product in self.products]
-        sides += [(self.out_sizes, product.outputs) for product in self.products]
-        return sum(gram(size, self.groups) for sizes, dense in sides if dense for size in sizes)
-
-
-def gram(width: int, groups: int = 1) -> int:
-    """Count the operations of one row's contribution to a Gram matrix.
-
-    For wide matrices, most of the lower triangle is not computed (`limpet.curvature.gram`).
-
-    Args:
-        width: The length of the row.
-        groups: The number of groups, each of this width.
-
-    Returns:
-        The number of operations.
-    """
-    if groups > 1 or width < STRIP_FROM:
-        return 2 * groups * width**2
-    strip = -(-width // STRIPS)
-    return sum(2 * min(strip, width - start) * (width - start) for start in range(0, width, strip))
 
 
 @dataclass(frozen=True)
@@ -402,6 +84,7 @@ class CostModel:
         mode: The mode of protection, "gradient" or "proximal".
         storage_dtype: The dtype in which eigenbases are stored, or None for that of the computation.
         auto_strength: Whether the tasks have different strengths, as with strength="auto".
+        quantized: Whether the weights of layers with adapters are quantized, and so are not stored as a mean.
     """
 
     structure: Structure
@@ -409,6 +92,7 @@ class CostModel:
     mode: str
     storage_dtype: str | None
     auto_strength: bool
+    quantized: bool = False
 
     def row(self, block: Block, dtype: torch.dtype, rank: int | None) -> BlockCost:
         """Compute the cost of one block.
@@ -431,7 +115,8 @@ class CostModel:
         weights = width * shape.numbers
         term = width * sum(map(sum, shape.terms()))
         lasting, asked = (self.tasks - 1) * term, width * shape.eigenvectors()
-        before, fresh = (weights + self._kept(shape, tasks, width) for tasks in (self.tasks - 1, self.tasks))
+        mean = 0 if self.quantized and rank is not None else weights
+        before, fresh = (mean + self._kept(shape, tasks, width) for tasks in (self.tasks - 1, self.tasks))
         if rank is not None:
             step, trained = shape.adapters(self.tasks, rank), rank * (shape.out + shape.in_ - shape.bias)
         else:
@@ -445,6 +130,7 @@ class CostModel:
             whole=dtype.itemsize * shape.numbers,
             weights=weights,
             bytes=fresh + lasting + term,
+            file=fresh - mean + lasting + term - width * self._derived(shape),
             before=before + lasting + asked * (self.tasks > 1 and not self.auto_strength),
             lasting=lasting,
             fresh=fresh,
@@ -459,12 +145,24 @@ class CostModel:
             update=shape.update(self.tasks, self.auto_strength),
             per_token=shape.per_token(),
             size=self.structure.size(block),
+            truncated=bool(shape.ranks),
         )
+
+    def _derived(self, shape: BlockShape) -> int:
+        """Numbers that a file does not contain, because they follow from others: eigenvalues only after one task."""
+        kept = shape.kept(self.tasks, self.auto_strength)
+        known = ("triangle", "eigenvalues") if shape.ranks and self.tasks == len(shape.products) == 1 else ("triangle",)
+        return sum(numbers for name, numbers in kept.items() if name.endswith(known))
 
     def _kept(self, shape: BlockShape, tasks: int, width: int) -> int:
         """Bytes of the precision, without the terms of kronecker-sum."""
-        basis_width = width if self.storage_dtype is None else DTYPES[self.storage_dtype].itemsize
-        return sum(
-            numbers * (basis_width if ".vectors" in name else width)
-            for name, numbers in shape.kept(tasks, self.auto_strength).items()
+        rest = Storage(self.storage_dtype)
+        two_bytes = width if rest.of_complete is None else rest.of_complete.itemsize
+        eight_bits = self.storage_dtype == EIGHT_BITS
+        each = {"vectors": two_bytes, "reflections": 1 if eight_bits else two_bytes}
+        kept = shape.kept(tasks, self.auto_strength)
+        scales = 4 * shape.groups * sum(shape.ranks.values()) if eight_bits and kept else 0
+        return scales + sum(
+            numbers * next((size for part, size in each.items() if f".{part}" in name), width)
+            for name, numbers in kept.items()
         )

@@ -5,7 +5,7 @@
     print(plan(model, ranks=8))
 
 The model may be on the meta device: only shapes are used. The formulas for one block are in
-`limpet.planning.block_cost`; this module sums them for two ways to distribute a memory over N ranks:
+`limpet.planning.block_shape`; this module sums them for two ways to distribute a memory over N ranks:
 
 - replicated, as with DistributedDataParallel: every rank has the whole memory and does all of the work. A protected
   step sends nothing; a consolidation all-reduces the accumulated sums once, for which each rank sends 2 (N - 1) / N of
@@ -21,9 +21,10 @@ Replicated:
 
     update      the memory before the task, the sums of all blocks, the updated part of the blocks so far, and the
                 workspace for the current block
-    loss curve  the memory after the task, the sums, and four times the weights (displacements in both directions, by
-                parameter, and a copy of the weights) or, while a single block is displaced, two times the weights and
-                six times that block; with auto_strength, a trial memory is evaluated next to the previous one
+    loss curve  the memory after the task, the sums (except of a first task, which are in the memory), two times the
+                weights (displacements, and displaced weights) and two times the largest block, or the weights and six
+                times that block while displacements are drawn (seven times if it is truncated); with auto_strength, a
+                trial memory is evaluated next to the previous one
 
 Sharded, where a rank has the sums and the memory of its own blocks only, and no loss curve is measured:
 
@@ -57,10 +58,10 @@ from limpet.model.adapters import adapted_parameters
 from limpet.planning.block_cost import BlockCost, CostModel
 from limpet.posterior.summary import aligned
 from limpet.precision import STRUCTURES
-from limpet.precision.storage import DTYPES
+from limpet.precision.storage import DTYPES, EIGHT_BITS
 
 MODES = ("gradient", "proximal")
-STORAGE_DTYPES = (None, *DTYPES)
+STORAGE_DTYPES = (None, *DTYPES, EIGHT_BITS)
 
 
 class Load(NamedTuple):
@@ -153,8 +154,10 @@ class Plan:
         """Bytes held while the loss curve of a task is measured."""
         rows, weights = self.rows, _total(self.rows, "weights")
         beside = _total(rows, "before") - weights if self.auto_strength else _total(rows, "lasting")
-        known = beside + sum(row.fresh + row.sums + row.eigenvectors for row in rows)
-        pushed = max(4 * weights, 2 * weights + 6 * max(row.weights for row in rows))
+        first = all(row.before == row.weights for row in rows) and not self.auto_strength
+        known = beside + sum(row.fresh + row.eigenvectors for row in rows) + (0 if first else _total(rows, "sums"))
+        most = max((6 + row.truncated) * row.weights for row in rows)
+        pushed = max(2 * weights + 2 * max(row.weights for row in rows), weights + most)
         return known + max(pushed, 7 * max(row.eigenvectors for row in rows))
 
     @cached_property
@@ -226,8 +229,6 @@ class Plan:
         left = [row for _, rows in groups[most:] for row in rows] if most is not None else []
         rest = [f"and {len(left)} smaller blocks, {in_bytes(_total(left, 'bytes'))} in total"] if left else []
         notes = [f"note: {note}" for note in self.notes]
-        if self.adapters and self.ranks > 1:
-            notes.append("note: adapters are supported in replicated models, not under fully_shard")
         return "\n".join([self.title, *aligned(cells), *rest, "", *aligned(self.totals()), *notes])
 
     def totals(self) -> list[tuple[str, ...]]:
@@ -238,6 +239,7 @@ class Plan:
             loads = {"replicated, every rank": self.replicated, fullest: self.sharded}
         lines = {
             "memory": [in_bytes(load.memory) for load in loads.values()],
+            "its file, without published weights": [in_bytes(_total(self.rows, "file"))] * len(loads),
             "peak of a consolidate, without activations": [in_bytes(load.peak) for load in loads.values()],
             "additional during protection": [in_bytes(load.ready) for load in loads.values()],
             "sent in a protected step": [in_bytes(load.sent_step) for load in loads.values()],
@@ -262,9 +264,11 @@ def plan(
     tokens: int = 4096,
     mode: str = "gradient",
     rank: int | None = None,
+    factor_rank: int | None = None,
     max_factor_size: int = MAX_FACTOR_SIZE,
     storage_dtype: str | None = None,
     auto_strength: bool = False,
+    quantized: bool = False,
     exclude: Iterable[str | nn.Module | nn.Parameter] = (),
 ) -> Plan:
     """Estimate what a memory of a model will cost, from the shapes of its parameters.
@@ -280,10 +284,12 @@ def plan(
         tokens: The number of tokens (examples times positions) per training step on all ranks together.
         mode: The mode of protection, "gradient" or "proximal".
         rank: Assume LoRA adapters of this rank on every linear layer except the head.
+        factor_rank: The `rank` of the memory: how many eigenvectors it keeps of each factor. By default all.
         max_factor_size: The size above which a Kronecker factor is block-diagonal.
-        storage_dtype: "float16" or "bfloat16" to store the eigenbases with two bytes per number. By default, they are
-            stored in the dtype of the computation.
+        storage_dtype: "float16" or "bfloat16" to store the eigenbases with two bytes per number, and with a
+            `factor_rank` "int8". By default, they are stored in the dtype of the computation.
         auto_strength: Whether the tasks have different strengths, as with strength="auto".
+        quantized: Whether the weights of layers with adapters are quantized (QLoRA), so that there is no mean of them.
         exclude: Names, modules or parameters to exclude from the memory.
 
     Returns:
@@ -308,28 +314,39 @@ def plan(
         in all                                      one process
         ------------------------------------------  ------------------
         memory                                      3.19 MB
+        its file, without published weights         2.87 MB
         peak of a consolidate, without activations  33.2 MB
         ...
     """
     whole = {"ranks": ranks, "tasks": tasks, "tokens": tokens, "max_factor_size": max_factor_size}
-    _check(structure, mode, storage_dtype, whole if rank is None else {**whole, "rank": rank})
+    given = {name: number for name, number in (("rank", rank), ("factor_rank", factor_rank)) if number is not None}
+    _check(structure, mode, storage_dtype, {**whole, **given})
+    if storage_dtype == EIGHT_BITS and factor_rank is None:
+        raise ValueError("storage_dtype='int8' is for truncated factors: pass factor_rank= as well")
     check_model(model)
     model = unwrapped(model)
     blocks = discover(model, excluded_names(model, exclude))
     adapters = _adapters(model, blocks, rank)
+    if quantized and not adapters:
+        raise LimpetError("quantized weights train through adapters: pass rank=, or a model that has adapters")
     if adapters and mode == "proximal":
         raise UnsupportedError("adapters have no closed-form proximal step: plan with mode='gradient'")
     if rank is not None:
         blocks = [block for block in blocks if block.name in adapters]
-    counting = CostModel(Structure(structure, max_factor_size), tasks, mode, storage_dtype, auto_strength)
+    shapes = Structure(structure, max_factor_size, rank=factor_rank)
+    counting = CostModel(shapes, tasks, mode, storage_dtype, auto_strength, quantized)
     parameters = named_parameters(model)
     rows = [counting.row(b, parameters[b.parameters[0]].dtype, adapters.get(b.name)) for b in blocks]
     if not rows:
         raise LimpetError("there is nothing to protect: every parameter of the model is frozen or in exclude=[...]")
     count = sum(parameter.numel() for parameter in parameters.values())
     settings = [f"{structure}, {tasks} {'task' if tasks == 1 else 'tasks'}, {mode} mode, {tokens:,} tokens a step"]
+    if factor_rank is not None:
+        settings.append(f"factors of rank {factor_rank}")
     if adapters:
         settings.append(f"adapters of rank {'/'.join(map(str, sorted(set(adapters.values()))))}")
+    if quantized:
+        settings.append("quantized base")
     alone = Plan(
         f"{type(model).__name__}, {count:,} parameters: {', '.join(settings)}",
         1,
@@ -378,7 +395,8 @@ def _adapters(model: nn.Module, blocks: Sequence[Block], rank: int | None) -> di
 
 def _notes(blocks: Sequence[Block], structure: Structure, parameters: Mapping[str, nn.Parameter]) -> Iterable[str]:
     """Remarks on blocks that are represented in a special way, or not at all."""
-    long = [b.name for b in blocks if b.factored and max(b.shape[-2:]) > structure.max_factor_size]
+    sides = {block.name: structure.sides(block) for block in blocks if block.factored}
+    long = [name for name, one in sides.items() if _is_cut(one)]
     if long and structure.name.startswith("kronecker"):
         limit = f"{MOST_PIECES * structure.max_factor_size:,} (max_factor_size)"
         long_side = f"{_few(long, 'blocks')} longer than {structure.max_factor_size:,} on a side"
@@ -390,6 +408,11 @@ def _notes(blocks: Sequence[Block], structure: Structure, parameters: Mapping[st
     left = [name for name in parameters if name not in covered]
     if left:
         yield f"{_few(left, 'parameters')} not in the memory: frozen, excluded, or trained through adapters"
+
+
+def _is_cut(sides: Mapping[str, Any]) -> bool:
+    """Whether a factor of a block is split, or diagonal because it is too long to be split."""
+    return any(sides[f"{side}_sizes"] is None or len(sides[f"{side}_sizes"]) > 1 for side in ("inputs", "outputs"))
 
 
 def _few(names: Sequence[str], what: str) -> str:

@@ -78,6 +78,6 @@ class Spectrum:
         Returns:
             The expected increase.
         """
-        denominator = 1 + step * self.prior + step * widened(self.total_values)
-        found = widened(self.fisher_values) / denominator.square()
+        denominator = (step * widened(self.total_values)).add_(1 + step * self.prior).square_()
+        found = widened(self.fisher_values) / denominator
         return float((found if self.counts is None else found * widened(self.counts)).sum()) / 2

@@ -1,0 +1,121 @@
+"""Time and peak of making a memory of a language model: complete factors, and factors of a rank, side by side.
+
+    python -m benchmarks memory_pass --model M --work repair --ranks 0 128 --rows 24 190
+    python -m benchmarks memory_pass --draw
+
+Every memory is made in a process of its own, from the samples of repair_language in batches of 4 x 64 tokens. "Pass"
+is the curvature pass with its factors, "update" adds them to the memory, "curve" measures the loss curve; all are CPU
+seconds of one thread, which another process on the machine changes little. The peak is the largest resident set size,
+beside that of the process before the pass, which has the libraries and the weights. Rank 0 stands for complete factors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import common
+from common import versions
+from language import BATCH
+from limpet.curvature.fisher_pass import FisherPass
+from limpet.integrations.causal_lm import consolidate_lm
+from limpet.methods.laplace import Laplace
+from repair_figures import markdown
+from repair_language import fresh, samples
+
+RESULTS = common.RESULTS / "memory" / "pass.jsonl"
+PHASES: dict[str, tuple[type, str]] = {
+    "pass": (FisherPass, "run"),
+    "update": (Laplace, "_add_task"),
+    "curve": (Laplace, "_measure_curve"),
+}
+
+
+def timed(function: Callable[..., Any], phase: str, seconds: dict[str, float]) -> Callable[..., Any]:
+    """The function, which adds the CPU time that it takes to a phase."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        begin = time.process_time()
+        try:
+            return function(*arguments, **options)
+        finally:
+            seconds[phase] = seconds.get(phase, 0.0) + time.process_time() - begin
+
+    return run
+
+
+def resident() -> float:
+    """Resident set size in GB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 1e9
+
+
+def measure(options: argparse.Namespace, rank: int, rows: int) -> dict[str, Any]:
+    """Make one memory, in this process."""
+    seconds: dict[str, float] = {}
+    for phase, (owner, name) in PHASES.items():
+        setattr(owner, name, timed(getattr(owner, name), phase, seconds))
+    model = fresh(options.model)
+    model.get_input_embeddings().requires_grad_(False)
+    batches = torch.split(samples(options, "memory")[:rows], BATCH)
+    with torch.no_grad():
+        model(input_ids=batches[0])  # reads the weights, which are mapped from a file
+    before, begin = resident(), time.process_time()
+    chosen: dict[str, Any] = {"rank": rank} if rank else {}
+    memory = consolidate_lm(model, batches, strength=1.0, progress=False, **chosen)
+    total = time.process_time() - begin
+    found = {phase: round(value, 1) for phase, value in {**seconds, "total": total}.items()}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    sizes = {"before_gb": round(before, 2), "peak_gb": round(peak, 2), "memory_mb": round(memory.nbytes / 1e6)}
+    return {"rank": rank, "rows": rows, "seconds": found, **sizes, "versions": versions("transformers")}
+
+
+def table(points: list[dict[str, Any]]) -> str:
+    """One line for every memory, with ratios to that of complete factors from as many rows."""
+    lines = []
+    for p in points:
+        (whole,) = (w for w in points if (w["rank"], w["rows"]) == (0, p["rows"]))
+        cells = ["complete" if not p["rank"] else f"rank {p['rank']}", str(p["rows"])]
+        cells += [f"{p['seconds'][phase]:.0f}" for phase in (*PHASES, "total")]
+        cells += [f"{p['seconds']['total'] / whole['seconds']['total']:.2f}", f"{p['peak_gb']:.2f}"]
+        own, other = (one["peak_gb"] - one["before_gb"] for one in (p, whole))
+        lines.append([*cells, f"{p['peak_gb'] / whole['peak_gb']:.2f}", f"{own / other:.2f}"])
+    seconds = [f"{phase}, s" for phase in (*PHASES, "total")]
+    heads = ["factors", "sequences", *seconds, "/ complete", "peak, GB", "/ complete", "without what was there before"]
+    return markdown(heads, lines)
+
+
+def main() -> None:
+    parser = common.parser(__doc__, threads=1)
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--work", type=Path, default=Path("repair"), help="where samples are kept")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[0, 128])
+    parser.add_argument("--rows", type=int, nargs="+", default=[24, 190])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    parser.add_argument("--one", type=int, nargs=2, metavar=("RANK", "ROWS"), help=argparse.SUPPRESS)
+    options = common.parse(parser)
+    if options.one:
+        print(json.dumps(measure(options, *options.one)))
+        return
+    done = {(p["rank"], p["rows"]) for p in common.read_records(options.out)}
+    wanted = [(rank, rows) for rows in options.rows for rank in options.ranks if (rank, rows) not in done]
+    for rank, rows in [] if options.draw else wanted:
+        chosen = ["--model", str(options.model), "--work", str(options.work), "--threads", str(options.threads)]
+        command = [sys.executable, "-m", "benchmarks", "memory_pass", *chosen, "--one", str(rank), str(rows)]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        common.append_record(options.out, json.loads(told.splitlines()[-1]))
+    print(table(common.read_records(options.out)))
+
+
+if __name__ == "__main__":
+    main()
