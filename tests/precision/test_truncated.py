@@ -271,3 +271,24 @@ def test_damaged_files_are_rejected() -> None:
         Kronecker.restore(precision.shape, tensors, metadata | {"inputs_rank": IN})
     with pytest.raises(ValueError, match="outputs_rank"):
         Kronecker.restore(precision.shape, tensors, metadata | {"outputs_rank": "3"})
+
+
+def test_eight_bits_keep_the_directions_of_the_largest_eigenvalues() -> None:
+    values = torch.cat([torch.logspace(5, 2, 6, dtype=torch.float64), torch.ones(194, dtype=torch.float64)])
+    columns = torch.linalg.qr(vector(200, 200))[0]
+    matrix = (columns * values) @ columns.mT
+    like = torch.zeros((), dtype=torch.float64)
+    found = {}
+    for dtype in (None, "int8"):
+        start = Kronecker.start(torch.Size((1, 200)), 0.0, like, rank=24, rest=Storage(dtype))
+        found[dtype] = start.add(KroneckerTerm(matrix, torch.ones(1, 1, dtype=torch.float64)), 1.0)
+    small = columns[:, -100:] @ vector(100, 50)  # where the matrix is the identity
+    exact, rounded = (
+        torch.stack([precision.quadratic(x.unsqueeze(0)) for x in small.mT]) for precision in found.values()
+    )
+    torch.testing.assert_close(rounded, exact, rtol=0.02, atol=0.0)
+    # a file from before has the same without the leading columns, which is off by the largest eigenvalues
+    tensors = {name: t for name, t in found["int8"].tensors().items() if not name.endswith("leading")}
+    older = Kronecker.restore(torch.Size((1, 200)), tensors, found["int8"].metadata())
+    worse = torch.stack([older.quadratic(x.unsqueeze(0)) for x in small.mT])
+    assert float((worse - exact).norm()) > 20 * float((rounded - exact).norm())

@@ -9,6 +9,7 @@ import torch
 from limpet.curvature import Structure
 from limpet.model import Block
 from limpet.planning.block_shape import BlockShape
+from limpet.precision.reflections import LEADING
 from limpet.precision.storage import EIGHT_BITS, Storage
 
 
@@ -161,8 +162,8 @@ class CostModel:
         eight_bits = self.storage_dtype == EIGHT_BITS
         each = {"vectors": two_bytes, "reflections": 1 if eight_bits else two_bytes}
         kept = shape.kept(tasks, self.auto_strength)
-        scales = 4 * shape.groups * sum(shape.ranks.values()) if eight_bits and kept else 0
-        return scales + sum(
+        more = sum(4 * r + 2 * shape.lengths[side] * min(r, LEADING) for side, r in shape.ranks.items())
+        return (shape.groups * more if eight_bits and kept else 0) + sum(
             numbers * next((size for part, size in each.items() if f".{part}" in name), width)
             for name, numbers in kept.items()
         )

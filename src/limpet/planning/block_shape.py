@@ -161,7 +161,7 @@ class BlockShape:
         return in_words(self.structure, sides, {names[side]: rank for side, rank in self.ranks.items()})
 
     @property
-    def _lengths(self) -> dict[str, int]:
+    def lengths(self) -> dict[str, int]:
         """The lengths of both sides."""
         return {"in": self.in_, "out": self.out}
 
@@ -184,7 +184,7 @@ class BlockShape:
             name, numbers = ("matrix", self.numbers**2) if self.structure == "dense" else ("diagonal", self.numbers)
             return {name: numbers, **({f"{name}.weighted": numbers} if twice else {})}
         g = self.groups
-        in_, out = (self.ranks[side] + 1 if side in self.ranks else size for side, size in self._lengths.items())
+        in_, out = (self.ranks[side] + 1 if side in self.ranks else size for side, size in self.lengths.items())
         found = {"eigenvalues": g * out * in_, "inputs.trace": g * in_, "outputs.trace": g * out}
         if twice:
             found["eigenvalues.weighted"] = g * out * in_
@@ -248,7 +248,7 @@ class BlockShape:
     def _factor(self, side: str) -> int:
         """The size of the factor of a side, as a pass measures it; 0 if it is diagonal."""
         if side in self.sketches:
-            return self.groups * self._lengths[side] * self.sketches[side]
+            return self.groups * self.lengths[side] * self.sketches[side]
         return dict(zip(SIDES, self._powers(2), strict=True))[side]
 
     def eigenvectors(self) -> int:
@@ -275,7 +275,7 @@ class BlockShape:
 
     def _multiplied(self, side: str) -> int:
         """Multiplications of a row with the basis of a side: n^2, or 2 n r + r^2 if it is truncated."""
-        n, r = self._lengths[side], self.ranks.get(side)
+        n, r = self.lengths[side], self.ranks.get(side)
         sizes = self.in_sizes if side == "in" else self.out_sizes
         return sum(size**2 for size in sizes) if r is None else 2 * n * r + r**2
 
@@ -342,7 +342,7 @@ class BlockShape:
             return EIGENVECTORS * self.numbers**3
         short = {side: n for side, n in zip(SIDES, self._powers(3), strict=True) if side not in self.sketches}
         cubes = sum(short.values())
-        sketched = sum(20 * self.groups * self._lengths[side] * k**2 for side, k in self.sketches.items())
+        sketched = sum(20 * self.groups * self.lengths[side] * k**2 for side, k in self.sketches.items())
         carried = self._rotation(self.inputs, self.outputs) * (2 if several_strengths and tasks > 1 else 1)
         terms = len(self.products) * self.factored
         first = tasks == 1 and terms > 0

@@ -11,7 +11,9 @@ Multiplying a matrix (n, m) by Q takes 4 n r m operations instead of 2 n^2 m. Q 
 was stored in few digits has slightly other directions, but stays orthonormal.
 
 V is unit lower trapezoidal. In 8 bits, what is below its diagonal is stored as whole numbers from -127 to 127, with one
-scale per column: an eigenvector then changes by about 1 % of its length.
+scale per column: an eigenvector then changes by about 1 % of its length. That is too much for the first few, whose
+eigenvalues may be a hundred thousand times those of the others: the first `LEADING` columns are stored in float16 as
+well. Column j of Q depends on the first j columns of V alone, so eigenvectors are to be in descending order.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from torch import Tensor
 from limpet.precision.linalg import widened
 from limpet.precision.storage import EIGHT_BITS, Storage
 
+LEADING = 8
+"""Number of columns that are stored in float16 besides those in 8 bits."""
+
 
 @dataclass(frozen=True)
 class Reflections:
@@ -34,6 +39,7 @@ class Reflections:
         triangle: T (..., r, r), in float32 or wider.
         transposed: Whether this is Q^T instead of Q.
         scale: Scales (..., 1, r) of the columns of V, if it is stored in 8 bits.
+        leading: The first columns of V in float16 (..., n, m), if it is stored in 8 bits. Older files have none.
 
     Examples:
         >>> basis = Reflections.completing(torch.tensor([[0.6], [0.8], [0.0]]))
@@ -47,6 +53,7 @@ class Reflections:
     triangle: Tensor
     transposed: bool = False
     scale: Tensor | None = None
+    leading: Tensor | None = None
 
     @classmethod
     def completing(cls, columns: Tensor) -> Reflections:
@@ -63,23 +70,24 @@ class Reflections:
         return cls.of((packed.tril(-1) + unit).to(columns.device, columns.dtype))
 
     @classmethod
-    def of(cls, vectors: Tensor, scale: Tensor | None = None) -> Reflections:
+    def of(cls, vectors: Tensor, scale: Tensor | None = None, leading: Tensor | None = None) -> Reflections:
         """Create the product of reflections along given vectors.
 
         Args:
             vectors: V (..., n, r), in any floating-point dtype, or in 8 bits.
             scale: Scales (..., 1, r) of the columns, if V is in 8 bits.
+            leading: The first columns in float16, if V is in 8 bits.
 
         Returns:
             The orthogonal matrix.
         """
-        wide = widened(_unpacked(vectors, scale))
+        wide = widened(_unpacked(vectors, scale, leading))
         gram = wide.mT @ wide
         inverse = gram.triu(1) + torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1) / 2)
         identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
         triangle = torch.linalg.solve_triangular(inverse, identity, upper=True)
         dtype = torch.float32 if scale is not None else torch.promote_types(vectors.dtype, torch.float32)
-        return cls(vectors, triangle.to(vectors.device, dtype), scale=scale)
+        return cls(vectors, triangle.to(vectors.device, dtype), scale=scale, leading=leading)
 
     def laid(self, rest: Storage) -> Reflections:
         """Return the matrix as it is stored between uses.
@@ -95,7 +103,8 @@ class Reflections:
         below = self.vectors.tril(-1)
         scale = below.abs().amax(-2, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
         where = "cpu" if rest.offload else below.device
-        return Reflections.of((below / scale).round().to(where, torch.int8), scale.to(where, torch.float32))
+        packed, leading = (below / scale).round().to(where, torch.int8), below[..., :LEADING].to(where, torch.float16)
+        return Reflections.of(packed, scale.to(where, torch.float32), leading)
 
     @property
     def rank(self) -> int:
@@ -121,11 +130,11 @@ class Reflections:
         return self.triangle.mT if self.transposed else self.triangle
 
     def __matmul__(self, x: Tensor) -> Tensor:
-        v = _unpacked(self.vectors, self.scale)
+        v = _unpacked(self.vectors, self.scale, self.leading)
         return x - v @ (self._middle @ (v.mT @ x))
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
-        v = _unpacked(self.vectors, self.scale)
+        v = _unpacked(self.vectors, self.scale, self.leading)
         return x - ((x @ v) @ self._middle) @ v.mT
 
     def first(self) -> Tensor:
@@ -153,13 +162,16 @@ class Reflections:
         Returns:
             The converted matrix.
         """
-        vectors = _unpacked(self.vectors, self.scale).to(device, dtype)
+        vectors = _unpacked(self.vectors, self.scale, self.leading).to(device, dtype)
         return Reflections(vectors, self.triangle.to(device, dtype), self.transposed)
 
 
-def _unpacked(vectors: Tensor, scale: Tensor | None) -> Tensor:
+def _unpacked(vectors: Tensor, scale: Tensor | None, leading: Tensor | None) -> Tensor:
     """Return V in floating point."""
     if scale is None:
         return vectors
+    found = vectors * scale
+    if leading is not None:
+        found[..., : leading.shape[-1]] = leading.to(found)
     unit = torch.eye(*vectors.shape[-2:], dtype=scale.dtype, device=scale.device)
-    return (vectors * scale).tril(-1) + unit
+    return found.tril(-1) + unit

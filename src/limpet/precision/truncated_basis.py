@@ -21,7 +21,7 @@ from limpet.precision.base import Metadata, check_shape
 from limpet.precision.basis import Basis
 from limpet.precision.block_diagonal import Matrix, Side, diagonal, joined, pieces
 from limpet.precision.linalg import top_eigen, widened
-from limpet.precision.reflections import Reflections
+from limpet.precision.reflections import LEADING, Reflections
 from limpet.precision.spiked import Spiked
 from limpet.precision.storage import EIGHT_BITS, Storage
 from limpet.precision.validity import check_non_negative
@@ -142,6 +142,7 @@ class TruncatedBasis(Basis):
             full = full if known is None else full + known.dense()
             values, top = top_eigen(full, self.rank)
             whole = full.diagonal(dim1=-2, dim2=-1).sum(-1)
+        values, top = values.flip(-1), top.flip(-1)  # the largest first, because their reflections are kept best
         kept = self._keep(top, with_rest(values, whole, self.complement))
         in_basis = (factor @ top).mul_(top).sum(-2)
         trace = diagonal(factor).sum(-1)
@@ -184,6 +185,8 @@ class TruncatedBasis(Basis):
             kept[f"{name}.reflections"] = self.vectors.vectors
             if self.vectors.scale is not None:
                 kept[f"{name}.reflections.scale"] = self.vectors.scale
+            if self.vectors.leading is not None:
+                kept[f"{name}.reflections.leading"] = self.vectors.leading
         return kept
 
     def metadata(self, name: str) -> Metadata:
@@ -206,7 +209,11 @@ class TruncatedBasis(Basis):
             return cls(Reflections.of(rest.lay(vectors)), trace, False, (size,), rest)
         scale = check_shape(f"{name}.reflections.scale", tensors[f"{name}.reflections.scale"], (*groups, 1, rank))
         where = "cpu" if rest.offload else vectors.device
-        packed = Reflections.of(vectors.to(where, torch.int8), scale.to(where, torch.float32))
+        leading = tensors.get(f"{name}.reflections.leading")  # older files have none
+        if leading is not None:
+            leading = check_shape(f"{name}.reflections.leading", leading, (*groups, size, min(rank, LEADING)))
+            leading = leading.to(where, torch.float16)
+        packed = Reflections.of(vectors.to(where, torch.int8), scale.to(where, torch.float32), leading)
         return cls(packed, trace, False, (size,), rest)
 
 
