@@ -20,7 +20,7 @@ from limpet.posterior import Posterior
 from limpet.precision import Kronecker
 from limpet.precision.basis import Basis
 from limpet.precision.linalg import widened
-from limpet.precision.reflections import LEADING
+from limpet.precision.reflections import leading_columns
 from limpet.precision.storage import EIGHT_BITS, Storage
 from limpet.precision.truncated_basis import TruncatedBasis, is_truncated
 
@@ -191,8 +191,9 @@ def stored_bytes(block: Kronecker, ranks: tuple[int, int], storage_dtype: str | 
         known = min(rank, basis.length - 1)  # of a basis that is truncated already
         cut = is_truncated(basis.sizes, basis.diagonal, known)
         if cut:
-            more = 4 * known + 2 * size * min(known, LEADING) if storage_dtype == EIGHT_BITS else 0
-            total += size * known * own + more
+            first = leading_columns(known) if storage_dtype == EIGHT_BITS else 0  # in float16
+            scales = 4 * (known - first) if storage_dtype == EIGHT_BITS else 0
+            total += 2 * size * first + size * (known - first) * own + scales
         elif not basis.diagonal:
             total += sum(part**2 for part in basis.sizes) * (width if complete is None else complete.itemsize)
         lengths.append(known + 1 if cut else size)

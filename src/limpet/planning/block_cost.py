@@ -9,7 +9,7 @@ import torch
 from limpet.curvature import Structure
 from limpet.model import Block
 from limpet.planning.block_shape import BlockShape
-from limpet.precision.reflections import LEADING
+from limpet.precision.reflections import leading_columns
 from limpet.precision.storage import EIGHT_BITS, Storage
 
 
@@ -162,7 +162,9 @@ class CostModel:
         eight_bits = self.storage_dtype == EIGHT_BITS
         each = {"vectors": two_bytes, "reflections": 1 if eight_bits else two_bytes}
         kept = shape.kept(tasks, self.auto_strength)
-        more = sum(4 * r + 2 * shape.lengths[side] * min(r, LEADING) for side, r in shape.ranks.items())
+        # beyond one byte for every number: the second one of the leading columns, and the scales of the others
+        firsts = {side: leading_columns(r) for side, r in shape.ranks.items()}
+        more = sum(shape.lengths[side] * first + 4 * (shape.ranks[side] - first) for side, first in firsts.items())
         return (shape.groups * more if eight_bits and kept else 0) + sum(
             numbers * next((size for part, size in each.items() if f".{part}" in name), width)
             for name, numbers in kept.items()

@@ -12,8 +12,8 @@ was stored in few digits has slightly other directions, but stays orthonormal.
 
 V is unit lower trapezoidal. In 8 bits, what is below its diagonal is stored as whole numbers from -127 to 127, with one
 scale per column: an eigenvector then changes by about 1 % of its length. That is too much for the first few, whose
-eigenvalues may be a hundred thousand times those of the others: the first `LEADING` columns are stored in float16 as
-well. Column j of Q depends on the first j columns of V alone, so eigenvectors are to be in descending order.
+eigenvalues are orders of magnitude larger than the others: the first columns are stored in float16 instead, eight at
+most. Column j of Q depends on the first j columns of V alone, so eigenvectors are to be in descending order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ from limpet.precision.linalg import widened
 from limpet.precision.storage import EIGHT_BITS, Storage
 
 LEADING = 8
-"""Number of columns that are stored in float16 besides those in 8 bits."""
+"""Largest number of columns that are stored in float16 when the others are in 8 bits."""
+
+
+def leading_columns(rank: int) -> int:
+    """Return how many columns are stored in float16 when the others are in 8 bits: one of four, and eight at most."""
+    return min(LEADING, rank // 4)
 
 
 @dataclass(frozen=True)
@@ -35,11 +40,12 @@ class Reflections:
     """Orthogonal matrix Q = I - V T V^T.
 
     Args:
-        vectors: V (..., n, r), as stored.
+        vectors: V (..., n, r), as stored; without its first columns if there are `leading` ones.
         triangle: T (..., r, r), in float32 or wider.
         transposed: Whether this is Q^T instead of Q.
-        scale: Scales (..., 1, r) of the columns of V, if it is stored in 8 bits.
-        leading: The first columns of V in float16 (..., n, m), if it is stored in 8 bits. Older files have none.
+        scale: Scales of the columns of `vectors`, if they are stored in 8 bits.
+        leading: The first columns of V in float16 (..., n, m), if the others are in 8 bits. None of ranks
+            below four, and in older files.
 
     Examples:
         >>> basis = Reflections.completing(torch.tensor([[0.6], [0.8], [0.0]]))
@@ -74,9 +80,9 @@ class Reflections:
         """Create the product of reflections along given vectors.
 
         Args:
-            vectors: V (..., n, r), in any floating-point dtype, or in 8 bits.
-            scale: Scales (..., 1, r) of the columns, if V is in 8 bits.
-            leading: The first columns in float16, if V is in 8 bits.
+            vectors: V (..., n, r), in any floating-point dtype, or in 8 bits and without the `leading` columns.
+            scale: Scales of these columns, if they are in 8 bits.
+            leading: The first columns in float16, if the others are in 8 bits.
 
         Returns:
             The orthogonal matrix.
@@ -100,16 +106,19 @@ class Reflections:
         """
         if rest.dtype != EIGHT_BITS:
             return Reflections.of(rest.lay(self.vectors))
-        below = self.vectors.tril(-1)
+        first = leading_columns(self.rank)
+        leading, below = self.vectors.tril(-1).split_with_sizes([first, self.rank - first], -1)
         scale = below.abs().amax(-2, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
         where = "cpu" if rest.offload else below.device
-        packed, leading = (below / scale).round().to(where, torch.int8), below[..., :LEADING].to(where, torch.float16)
-        return Reflections.of(packed, scale.to(where, torch.float32), leading)
+        packed = (below / scale).round().to(where, torch.int8)
+        return Reflections.of(
+            packed, scale.to(where, torch.float32), leading.to(where, torch.float16) if first else None
+        )
 
     @property
     def rank(self) -> int:
         """Number of reflections r."""
-        return self.vectors.shape[-1]
+        return self.triangle.shape[-1]
 
     @property
     def sizes(self) -> list[int]:
@@ -139,8 +148,9 @@ class Reflections:
 
     def first(self) -> Tensor:
         """Return the first r columns of Q: the eigenvectors that were completed."""
-        unit = torch.eye(*self.vectors.shape[-2:], dtype=self._dtype, device=self.vectors.device)
-        return self @ unit.expand_as(self.vectors)
+        *groups, n, _ = self.vectors.shape
+        unit = torch.eye(n, self.rank, dtype=self._dtype, device=self.vectors.device)
+        return self @ unit.expand(*groups, n, self.rank)
 
     def dense(self) -> Tensor:
         """Return Q with all its entries."""
@@ -172,6 +182,6 @@ def _unpacked(vectors: Tensor, scale: Tensor | None, leading: Tensor | None) -> 
         return vectors
     found = vectors * scale
     if leading is not None:
-        found[..., : leading.shape[-1]] = leading.to(found)
-    unit = torch.eye(*vectors.shape[-2:], dtype=scale.dtype, device=scale.device)
+        found = torch.cat([leading.to(found), found], -1)
+    unit = torch.eye(*found.shape[-2:], dtype=scale.dtype, device=scale.device)
     return found.tril(-1) + unit

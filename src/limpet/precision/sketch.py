@@ -38,7 +38,7 @@ def sketch_columns(size: int, rank: int | None) -> int | None:
         rank: Number of eigenvectors that are kept of it. None keeps all.
 
     Returns:
-        2 rank, if the rank is at most an eighth of the size: then a sketch is smaller and faster than the factor.
+        2 rank, if the rank is at most an eighth of the size: a sketch is then smaller, and takes fewer operations.
     """
     return None if rank is None or rank * SUBSPACE_FROM > size else COLUMNS * rank
 

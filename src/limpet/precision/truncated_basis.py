@@ -21,7 +21,7 @@ from limpet.precision.base import Metadata, check_shape
 from limpet.precision.basis import Basis
 from limpet.precision.block_diagonal import Matrix, Side, diagonal, joined, pieces
 from limpet.precision.linalg import top_eigen, widened
-from limpet.precision.reflections import LEADING, Reflections
+from limpet.precision.reflections import Reflections, leading_columns
 from limpet.precision.spiked import Spiked
 from limpet.precision.storage import EIGHT_BITS, Storage
 from limpet.precision.validity import check_non_negative
@@ -204,14 +204,16 @@ class TruncatedBasis(Basis):
         vectors = tensors.get(f"{name}.reflections")
         if vectors is None:
             return cls(None, trace, False, (size,), rest)
-        check_shape(f"{name}.reflections", vectors, (*groups, size, rank))
+        leading = tensors.get(f"{name}.reflections.leading")  # of 8 bits only, and not in older files
+        first = 0 if leading is None else leading_columns(rank)
+        check_shape(f"{name}.reflections", vectors, (*groups, size, rank - first))
         if rest.dtype != EIGHT_BITS:
             return cls(Reflections.of(rest.lay(vectors)), trace, False, (size,), rest)
-        scale = check_shape(f"{name}.reflections.scale", tensors[f"{name}.reflections.scale"], (*groups, 1, rank))
+        scale = tensors[f"{name}.reflections.scale"]
+        check_shape(f"{name}.reflections.scale", scale, (*groups, 1, rank - first))
         where = "cpu" if rest.offload else vectors.device
-        leading = tensors.get(f"{name}.reflections.leading")  # older files have none
         if leading is not None:
-            leading = check_shape(f"{name}.reflections.leading", leading, (*groups, size, min(rank, LEADING)))
+            leading = check_shape(f"{name}.reflections.leading", leading, (*groups, size, first))
             leading = leading.to(where, torch.float16)
         packed = Reflections.of(vectors.to(where, torch.int8), scale.to(where, torch.float32), leading)
         return cls(packed, trace, False, (size,), rest)
