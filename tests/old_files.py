@@ -57,6 +57,19 @@ class Net(nn.Module):
             parameter.copy_(0.6 * sines(shift + number, *parameter.shape))
 
 
+class TwoReaders(Net):
+    """Two layers with the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(4, 3)
+        self.to_weights(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.norm(self.groups(self.tokens(x).mT).mT.mean(1)))
+        return self.last(h) + self.other(h) ** 2  # type: ignore[no-any-return]
+
+
 def task(number: int) -> list[tuple[Tensor, Tensor]]:
     """Twelve examples of five tokens."""
     tokens = (3 + 3 * sines(number, 12, 5)).long().clamp(0, 5)
@@ -130,20 +143,31 @@ MADE_2: dict[str, Callable[[], limpet.Memory]] = {
 }
 
 
-def one_task() -> limpet.Memory:
+def one_task(model: Callable[[], nn.Module] = Net, **options: Any) -> limpet.Memory:
     """A memory of one task whose eigenvalues are a product, and which names the weights."""
-    memory = limpet.OnlineLaplace(Net(), strength=20.0, prior_precision=0.1, prior_mean="initial", rank=2)
+    memory = limpet.OnlineLaplace(model(), strength=20.0, prior_precision=0.1, prior_mean="initial", rank=2, **options)
     memory.consolidate(task(0), progress=False)
     return memory
 
 
 MADE_2 |= {"online-laplace-rank-2-one-task": one_task, "online-laplace-rank-2-base": one_task}
-VERSIONS = {1: MADE, 2: MADE_2}
+MADE_3: dict[str, Callable[[], limpet.Memory]] = {
+    f"online-laplace-rank-2-same-input{'' if dtype is None else '-' + dtype}": lambda dtype=dtype: one_task(  # type: ignore[misc]
+        TwoReaders, storage_dtype=dtype
+    )
+    for dtype in (None, "float16", "int8")
+}
+VERSIONS = {1: MADE, 2: MADE_2, 3: MADE_3}
+
+
+def network_of(path: Path) -> Net:
+    """The network that a file was made for."""
+    return TwoReaders() if "same-input" in path.name else Net()
 
 
 def says(path: Path) -> dict[str, Any]:
     """What a file says when it is loaded into a model at stated weights."""
-    model = Net()
+    model = network_of(path)
     memory: Any = limpet.load(path, model)
     model.to_weights(1.5)
     forecast, running = memory.forecast(), memory._proximal_state
@@ -162,7 +186,7 @@ def says(path: Path) -> dict[str, Any]:
 
 def go_on(path: Path) -> int:
     """Load a file, hold by it, take one more task in; the tasks it then has."""
-    model = Net()
+    model = network_of(path)
     memory: Any = limpet.load(path, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     with memory.protect(optimizer, examples=12, every=4):

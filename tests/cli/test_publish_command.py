@@ -46,8 +46,9 @@ def publish(folder: Path, out: Path, *more: str, model: str = "model-0") -> Resu
 
 def test_the_published_file_has_no_weights_and_loads_onto_the_model(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "small.safetensors"
-    done = publish(folder, out, "--probe", "keep")
+    done = publish(folder, out, "--probe", "keep", "--data", "its own samples")
     assert done.exit_code == 0, done.output
+    assert "tokens of its own samples: a" in out.with_suffix(".md").read_text()
     assert "not uploaded: pass --to user/model" in done.output
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model-0", dtype=torch.float32)
     before, after = (limpet.load(path, model) for path in (folder / "memory.safetensors", out))

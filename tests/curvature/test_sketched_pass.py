@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,11 @@ def memory_of(model: nn.Module, batches: Any, **options: Any) -> limpet.OnlineLa
     return memory
 
 
-def full_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_and_without(monkeypatch: pytest.MonkeyPatch, measured: Callable[[nn.Module, Tensor, Tensor], Any]) -> Any:
+    """What is measured with sketches of long factors, and with their sums."""
+    sketched = measured(*network())
     monkeypatch.setattr(structures, "sketch_columns", lambda size, rank: None)
+    return sketched, measured(*network())
 
 
 def test_long_sides_are_sketched() -> None:
@@ -57,30 +61,26 @@ def test_long_sides_are_sketched() -> None:
 
 
 def test_a_pass_over_few_examples_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for sketched in (True, False):
-        model, x, y = network()
-        if not sketched:
-            full_sums(monkeypatch)
+    def measured(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
         memory = memory_of(model, [(x[:5], y[:5])], fisher="empirical")
         moved(model)
-        found.append((memory.penalty().item(), float(memory.forecast().quadratic)))
+        return memory.penalty().item(), float(memory.forecast().quadratic)
+
+    sketched, exact = with_and_without(monkeypatch, measured)
     # the leading eigenvalues of a complete factor come from a range finder
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert sketched == pytest.approx(exact, rel=1e-6)
 
 
 def test_a_pass_over_many_examples_is_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for sketched in (True, False):
-        model, x, y = network()
-        if not sketched:
-            full_sums(monkeypatch)
+    def measured(model: nn.Module, x: Tensor, y: Tensor) -> tuple[list[float], float]:
         memory = memory_of(model, list(zip(x.split(30), y.split(30), strict=True)))
         traces = [float(held.precision.trace()) for held in memory.posterior.held.values()]
         moved(model)
-        found.append((traces, memory.penalty().item()))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-9)
-    assert found[0][1] == pytest.approx(found[1][1], rel=0.1)
+        return traces, memory.penalty().item()
+
+    (traces, penalty), (exact_traces, exact_penalty) = with_and_without(monkeypatch, measured)
+    assert traces == pytest.approx(exact_traces, rel=1e-9)
+    assert penalty == pytest.approx(exact_penalty, rel=0.1)
 
 
 def test_a_resumed_pass_is_the_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,16 +128,14 @@ def test_a_side_longer_than_the_largest_factor_stays_whole() -> None:
 
 
 def test_a_second_task_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for sketched in (True, False):
-        model, x, y = network()
-        if not sketched:
-            full_sums(monkeypatch)
+    def measured(model: nn.Module, x: Tensor, y: Tensor) -> float:
         memory = memory_of(model, [(x[:4], y[:4])], fisher="empirical")
         memory.consolidate([(x[4:7], y[4:7])], progress=False)
         moved(model)
-        found.append(memory.penalty().item())
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
+        return memory.penalty().item()
+
+    sketched, exact = with_and_without(monkeypatch, measured)
+    assert sketched == pytest.approx(exact, rel=1e-6)
 
 
 def test_sums_of_ranks_add_up_to_those_of_one_process() -> None:

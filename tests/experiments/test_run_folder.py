@@ -25,7 +25,7 @@ from limpet.experiments.results import gather
 from limpet.experiments.sweep import PASSED_ON, Outcome, SweepResult, plan, sweep
 from limpet.io import tensor_file
 from limpet.io.lock import LockedError, folder_lock
-from limpet.methods import state_dict
+from limpet.methods import memory_file
 
 FILES = ["memory.safetensors", "model.safetensors", "recipe.yaml", "run.json", "tensorboard"]
 """What a finished run leaves."""
@@ -151,7 +151,7 @@ def test_two_processes_at_once(tmp_path: Path, small_data: Path) -> None:
         place = RunFolder(folder / "run")
         record = place.load_record()
         assert record is not None and place.load_recipe() == record.recipe
-        settings = json.loads(state_dict.read(place.memory)["metadata"])["settings"]
+        settings = json.loads(memory_file.read(place.memory)["metadata"])["settings"]
         assert settings["strength"] == record.recipe.memory.strength == (1, 50)[codes.index(0)]
         assert names(folder / "run") == FILES
 

@@ -251,7 +251,7 @@ def test_damaged_files_are_rejected_and_change_nothing(tmp_path: Path) -> None:
     import json
 
     from limpet.io import tensor_file
-    from limpet.methods import state_dict
+    from limpet.methods import memory_file
 
     model = language_model()
     memory = rehearsal(model)
@@ -269,7 +269,7 @@ def test_damaged_files_are_rejected_and_change_nothing(tmp_path: Path) -> None:
         limpet.load(path, model)
 
     path.write_bytes(whole)
-    described, tensors = tensor_file.read(path, state_dict.FORMAT)
+    described, tensors = tensor_file.read(path, memory_file.FORMAT)
     kept = dict(tensors)
     changes: list[dict[str, Any]] = [
         {"weight": -1.0},
@@ -286,21 +286,21 @@ def test_damaged_files_are_rejected_and_change_nothing(tmp_path: Path) -> None:
     for change in changes:
         other = json.loads(json.dumps(described))
         other["settings"].update(change)
-        tensor_file.write(path, state_dict.FORMAT, other, kept)
+        tensor_file.write(path, memory_file.FORMAT, other, kept)
         before = repr(memory)
         with pytest.raises(MemoryFileError):
             limpet.load(path, model)
         with pytest.raises(MemoryFileError):
-            memory.load_state_dict(state_dict.read(path))
+            memory.load_state_dict(memory_file.read(path))
         assert repr(memory) == before
     gone = {name: tensor for name, tensor in kept.items() if not name.endswith("/0/outputs/log_probabilities")}
-    tensor_file.write(path, state_dict.FORMAT, described, gone)
+    tensor_file.write(path, memory_file.FORMAT, described, gone)
     with pytest.raises(MemoryFileError):
         limpet.load(path, model)
     laplace = limpet.OnlineLaplace(nn.Linear(2, 2))
     laplace.save(path)
     with pytest.raises(MemoryFileError, match="method"):
-        memory.load_state_dict(state_dict.read(path))
+        memory.load_state_dict(memory_file.read(path))
 
 
 def test_a_file_can_be_inspected(tmp_path: Path) -> None:

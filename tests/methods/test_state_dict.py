@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import limpet
 import networks
+import old_files
 from limpet.errors import MemoryFileError
 from limpet.io import tensor_file
 from states import changed, metadata
@@ -169,8 +170,8 @@ def test_other_safetensors_and_other_versions_are_refused(tmp_path: Path) -> Non
     save_file({"a": torch.zeros(2)}, path)
     with pytest.raises(MemoryFileError, match="not a limpet memory"):
         limpet.load(path, network())
-    save_file({"a": torch.zeros(2)}, path, {"format": "limpet memory", "version": "3"})
-    with pytest.raises(MemoryFileError, match="version '3'"):
+    save_file({"a": torch.zeros(2)}, path, {"format": "limpet memory", "version": "4"})
+    with pytest.raises(MemoryFileError, match="version '4'"):
         limpet.load(path, network())
 
 
@@ -279,6 +280,10 @@ def watching_memory(path: Path) -> nn.Module:
 def saved_memory(path: Path, kind: str) -> nn.Module:
     if kind in ("running", "watching"):
         return running_memory(path) if kind == "running" else watching_memory(path)
+    if kind == "shared":
+        two = old_files.one_task(old_files.TwoReaders, exclude=["scale"])
+        two.save(path)
+        return two.model
     model, memory = filled(limpet.PerTaskLaplace if kind == "diagonal" else limpet.OnlineLaplace, structure=kind)
     memory.save(path)
     return model
@@ -288,7 +293,7 @@ def numbers(memory: limpet.Memory) -> tuple[dict[str, Tensor], float, float]:
     return memory.state_dict()["tensors"], memory.penalty().item(), float(memory.forecast())
 
 
-@pytest.mark.parametrize("kind", ["kronecker", "diagonal", "kronecker-sum", "dense", "running", "watching"])
+@pytest.mark.parametrize("kind", ["kronecker", "diagonal", "kronecker-sum", "dense", "running", "watching", "shared"])
 @pytest.mark.parametrize("count", [140, pytest.param(1540, marks=pytest.mark.slow)])
 def test_damaged_files_are_refused_or_harmless(kind: str, count: int, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"

@@ -25,6 +25,9 @@ def publish_command(
         str | None,
         typer.Option(help="keep or drop the inputs in the memory, if it has any: keep only what everybody may read."),
     ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="What the memory was computed from, for the model card: 'its own samples'.")
+    ] = None,
     to: Annotated[
         str | None,
         typer.Option(help="Repository on the Hugging Face Hub to upload to, as user/model. By default nothing is."),
@@ -35,8 +38,9 @@ def publish_command(
 ) -> None:
     """Check a memory against the published model, and upload it without the weights.
 
-    The file names the model and the checksums of its weights instead of containing them. It is loaded onto the model
-    again, and the drift on its probe has to be zero. A section for the model card is written next to it.
+    The model has to have the outputs that are recorded in the memory. The file names the model and the checksums of its
+    weights instead of containing them, and is loaded onto the model once more. A section for the model card is written
+    next to it.
 
     Examples:
     limpet consolidate --model user/model --self-samples 12000 --rank 128 --storage-dtype float16 -o memory.safetensors
@@ -60,17 +64,16 @@ def publish_command(
         )
     if probe == "drop":
         own.probes, rows = (), 0
-    own.save(out, base=model)  # raises if the memory was made at other weights
-    again = loaded(str(out), network, None, None)
-    if rows and not (drift := again.drift()) <= NO_DRIFT:
+    if rows and not (drift := own.drift()) <= NO_DRIFT:
         raise LimpetError(
             f"the outputs of {model} are not those in the memory (drift: {drift}): publish it with the model it was "
             "made for"
         )
+    own.save(out, base=model)  # raises if the memory was made at other weights
+    again = loaded(str(out), network, None, None)
     digest, weights = Tensors(out).sha256(), sum(p.numel() for p in network.parameters())
-    source = "its own samples or of text that it should retain"
     page = out.with_suffix(".md")
-    write_text(page, hub.model_card(again.examples, model, source, sha256=digest))
+    write_text(page, hub.model_card(again.examples, model, data, sha256=digest))
     size = out.stat().st_size
     console.print(f"{out}: {size / 1e6:.1f} MB, {size / (2 * weights):.2f} of the weights in bfloat16", highlight=False)
     console.print(f"SHA-256 {digest}\nsection for the model card written to {page}", highlight=False)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -193,17 +192,9 @@ def exact_drift(
     Returns:
         The drift.
     """
-    device = next(reference.parameters()).device
-
-    def computed() -> Iterator[Probe]:
-        for probe in probes:
-            for batch, kept in zip(probe.batches, probe.summaries, strict=True):
-                outputs, _ = call(reference, prepared(batch, device), forward)
-                counted = {name: tensor for name, tensor in kept.items() if name.endswith("counted")}
-                yield replace(probe, batches=[batch], summaries=[likelihood.summary(outputs, None) | counted])
-
+    computed = (one for probe in probes for one in probe.with_outputs_of(reference, likelihood, forward))
     with preserve_state(reference), torch.no_grad():
-        return measured_drift(model, computed(), likelihood, forward)
+        return measured_drift(model, computed, likelihood, forward)
 
 
 def shares(

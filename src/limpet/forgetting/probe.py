@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -102,6 +102,31 @@ class Probe:
         probe = cls(kept, summaries, scale, outside, _head(model, outside), quantized)
         probe.metadata()  # raises now, rather than on save, if a batch cannot be stored
         return probe
+
+    def with_outputs_of(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        forward: Forward | None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Probe]:
+        """Yield one probe for every batch, with the outputs of another model at the positions that count in this one.
+
+        Args:
+            model: The other model.
+            likelihood: The likelihood of the outputs.
+            forward: The forward function that the probe was recorded with.
+            generator: Samples labels of a large vocabulary. None keeps all of them.
+
+        Yields:
+            The probes.
+        """
+        device = next(model.parameters()).device
+        for batch, stored in zip(self.batches, self.summaries, strict=True):
+            outputs, _ = call(model, prepared(batch, device), forward)
+            counted = {name: tensor for name, tensor in stored.items() if name.endswith("counted")}
+            found = likelihood.summary(outputs, None, generator)
+            yield replace(self, batches=[batch], summaries=[found | counted])
 
     def changed_outside(self, model: nn.Module) -> list[str]:
         """List the parameters that the memory does not cover and that have changed, such as a new head.

@@ -13,7 +13,7 @@ import torch
 
 from limpet.forgetting.probe import Probe
 from limpet.likelihoods import Likelihood
-from limpet.model import Forward, call, prepared, preserve_state, replaced
+from limpet.model import Forward, preserve_state, replaced
 from limpet.model.adapter_switch import adapters_off
 from limpet.posterior import Posterior
 
@@ -33,7 +33,6 @@ def at_quantized_base(probe: Probe, posterior: Posterior, likelihood: Likelihood
     if probe.quantized or not posterior.quantized:
         return probe
     model, parameters = posterior.model, posterior.parameters()
-    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)  # samples labels of a large vocabulary
     before = {
         name: value
@@ -42,7 +41,6 @@ def at_quantized_base(probe: Probe, posterior: Posterior, likelihood: Likelihood
         for name, value in held.block.scatter(held.mean).items()
         if name not in posterior.quantized
     }
-    summaries = []
     with (
         preserve_state(model),
         torch.no_grad(),
@@ -50,9 +48,6 @@ def at_quantized_base(probe: Probe, posterior: Posterior, likelihood: Likelihood
         probe.through_head(model),
         replaced(parameters, before),
     ):
-        for batch, stored in zip(probe.batches, probe.summaries, strict=True):
-            outputs, _ = call(model, prepared(batch, device), forward)
-            counted = {name: tensor for name, tensor in stored.items() if name.endswith("counted")}
-            found = likelihood.summary(outputs, None, generator)
-            summaries.append({name: tensor.cpu() for name, tensor in found.items()} | counted)
+        found = [one.summaries[0] for one in probe.with_outputs_of(model, likelihood, forward, generator)]
+    summaries = [{name: tensor.cpu() for name, tensor in summary.items()} for summary in found]
     return replace(probe, summaries=summaries, quantized=True)

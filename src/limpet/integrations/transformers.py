@@ -26,7 +26,7 @@ from limpet.integrations.training_session import (
     file_name,
 )
 from limpet.io.atomic import hard_link
-from limpet.methods import Memory, OutputMemory, state_dict
+from limpet.methods import Memory, OutputMemory, memory_file
 from limpet.methods.load import load
 from limpet.methods.repair import repair
 
@@ -196,7 +196,7 @@ class MemoryCallback(TrainerCallback):
             return
         kept = (folder or _checkpoint(args, state)) / file_name(self.memory)
         if kept.exists():
-            self.memory.load_state_dict(state_dict.read(kept))
+            self.memory.load_state_dict(memory_file.read(kept))
             logger.info("restored the memory from %s", kept)
             return
         warn(
@@ -217,7 +217,7 @@ class MemoryCallback(TrainerCallback):
         content = state["metadata"], {name: id(tensor) for name, tensor in state["tensors"].items()}
         unchanged = self._written is not None and self._written[1] == content
         if self._written is None or not unchanged or not hard_link(self._written[0], path):
-            state_dict.write(path, state)
+            memory_file.write(path, state)
         self._written = path, content
 
 

@@ -145,23 +145,24 @@ def upload(path: str | Path, repo_id: str, *, private: bool | None = None, token
     return str(api.upload_file(path_or_fileobj=str(path), path_in_repo=FILE, repo_id=repo_id))
 
 
-def model_card(examples: int, model: str, data: str, *, sha256: str | None = None) -> str:
+def model_card(examples: int, model: str, data: str | None = None, *, sha256: str | None = None) -> str:
     """Write a model card section for a model that is published with its memory.
 
     Args:
         examples: The number of tokens the memory was computed from.
         model: The name of the model on the Hub.
-        data: A description of the text the tokens come from.
+        data: A description of the text the tokens come from, if it may be published.
         sha256: The SHA-256 of the file, if it is known.
 
     Returns:
         The section, as Markdown.
     """
+    source = "" if data is None else f" of {data}"
     checked = "" if sha256 is None else f', sha256="{sha256}"'
     name = f"{PREFIX}{model}" if NAME.fullmatch(model) and not Path(model).exists() else model
     return f"""## Fine-tune without forgetting
 
-`{FILE}` is a memory of this model, computed by limpet (`pip install limpet`) from {examples:,} tokens of {data}: a
+`{FILE}` is a memory of this model, computed by limpet (`pip install limpet`) from {examples:,} tokens{source}: a
 Gaussian over the weights that shows which changes would harm what the model knows. To protect the model during
 fine-tuning, with or without LoRA, quantized or not:
 

@@ -24,7 +24,7 @@ from limpet.errors import MemoryFileError, UnsupportedError
 from limpet.io.atomic import atomic_write
 from limpet.io.state import update_digest
 
-VERSIONS = (1, 2)
+VERSIONS = (1, 2, 3)
 """Format versions that are read. A file is written in the oldest that has what it needs."""
 HEADER_LIMIT = 100_000_000
 DTYPES = {
@@ -254,7 +254,7 @@ def _check_metadata(metadata: Mapping[str, str], format_name: str) -> None:
     if metadata.get("version") not in [str(version) for version in VERSIONS]:
         raise MemoryFileError(
             f"the file has format version {metadata.get('version')!r}, but this version of limpet reads versions "
-            f"{' and '.join(map(str, VERSIONS))}: install the version of limpet that wrote the file, or a newer one"
+            f"{VERSIONS[0]} to {VERSIONS[-1]}: install the version of limpet that wrote the file, or a newer one"
         )
     if not {"limpet", "sha256"} <= metadata.keys():
         raise MemoryFileError("the header is incomplete: the file is corrupted")

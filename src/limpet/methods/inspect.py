@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from limpet.curvature.privacy import Privacy
 from limpet.errors import finite_number
 from limpet.forgetting.loss_curve import TaskHistory
 from limpet.io import tensor_file
-from limpet.methods import state_dict
+from limpet.methods import memory_file, state_dict
 from limpet.methods.private import restored
 from limpet.posterior.summary import described
 from limpet.precision import STRUCTURES, Precision
@@ -103,8 +102,7 @@ def inspect(path: str | Path) -> Inspection:
         >>> found.settings["method"], [block.shape for block in found.blocks]
         ('online-laplace', [(2, 4)])
     """
-    described, tensors = tensor_file.read(path, state_dict.FORMAT)
-    content = state_dict.Content.of({"metadata": json.dumps(described), "tensors": tensors})
+    content = state_dict.Content.of(memory_file.read(path))
     with state_dict.rejecting_damage():
         metadata = content.metadata
         settings = metadata["settings"]
@@ -112,7 +110,8 @@ def inspect(path: str | Path) -> Inspection:
         blocks = [_block(entry, content.tensors, examples) for entry in metadata["blocks"]]
         history = TaskHistory.restore(settings.get("history"))
         privacy = restored(state_dict.Settings(content).list("privacy"), int(settings["tasks"]))
-        return Inspection(settings, str(metadata["library"]), blocks, history, tensors.sha256(), privacy)
+        digest = tensor_file.Tensors(Path(path)).sha256()
+        return Inspection(settings, str(metadata["library"]), blocks, history, digest, privacy)
 
 
 def _mean_square(entry: Mapping[str, Any], own: Mapping[str, Tensor]) -> float:

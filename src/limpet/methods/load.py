@@ -107,10 +107,10 @@ def _read(path: str | Path, revision: str | None, sha256: str | None) -> State:
     """Read the state of a memory from a file, a checkpoint or the Hub."""
     from limpet.io import dcp
     from limpet.io.hub import FILE, local_file
-    from limpet.methods import state_dict
+    from limpet.methods import memory_file
 
     if not dcp.is_checkpoint(path) or (Path(path) / FILE).is_file():
-        return state_dict.read(local_file(path, revision=revision), sha256=sha256)
+        return memory_file.read(local_file(path, revision=revision), sha256=sha256)
     if sha256 is not None or revision is not None:
         raise ValueError(f"sha256= and revision= do not apply to {path}, a folder of torch.distributed.checkpoint")
     return dcp.read(path)

@@ -799,7 +799,7 @@ class Memory(ABC):
             LimpetError: If `base` is given, but the mean is not the current weights of the model.
             UnsupportedError: If `base` is given for a sharded memory.
         """
-        from limpet.methods import base_weights, state_dict
+        from limpet.methods import base_weights, memory_file
 
         if base is not None:
             self._reject_sharded("save(base=)")
@@ -808,9 +808,9 @@ class Memory(ABC):
             if base is not None:
                 state = base_weights.without_means(state, self.posterior, base)
             if sharding is None:
-                state_dict.write(path, state)
+                memory_file.write(path, state)
             else:
-                state_dict.write_together(path, state, sharding.ranks)
+                memory_file.write_together(path, state, sharding.ranks)
         logger.info("saved the memory of %d tasks to %s", self.tasks, path)
 
     def _settings(self) -> dict[str, Any]:

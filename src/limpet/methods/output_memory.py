@@ -351,7 +351,7 @@ class OutputMemory(ABC):
         Args:
             path: Path of the file. `limpet.load` reads it.
         """
-        from limpet.methods import state_dict
+        from limpet.methods import memory_file
 
-        state_dict.write(path, self._state())
+        memory_file.write(path, self._state())
         logger.info("saved the memory of %d tasks to %s", self.tasks, path)

@@ -1,7 +1,7 @@
-"""Convert a memory to a state dict and back, and read and write it as a file.
+"""Convert a memory to a state dict and back.
 
 The metadata record method, structure, strength, prior, likelihood, examples and tasks seen, the layer map and the
-version of the library. `limpet.io.tensor_file` defines the file format.
+version of the library.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from limpet.distributed import Ranks, shard_like
+from limpet.distributed import shard_like
 from limpet.errors import LimpetError, MemoryFileError, finite_number, positive_whole, signed_number, whole_number
 from limpet.forgetting.probe import Probe
-from limpet.io import sharded_tensor_file, tensor_file
+from limpet.io import tensor_file
 from limpet.io.state import State, unsealed
 from limpet.methods.base_weights import mean_from_model
 from limpet.methods.limits import check_block, check_proximal, finite
@@ -30,7 +29,6 @@ from limpet.precision import STRUCTURES, Precision
 from limpet.protection.bound_block import ProximalState
 from limpet.version import __version__
 
-FORMAT = "limpet memory"
 PROBE = "probe/"
 """Prefix of the names of a probe's tensors."""
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8)
@@ -406,62 +404,7 @@ def _restore_proximal(
     return state
 
 
-# --- files -----------------------------------------------------------------------------------------------------
-
-
-def _described(state: State) -> dict[str, Any]:
-    """The metadata without the checksums of the state, because a file has its own."""
-    metadata: dict[str, Any] = json.loads(state["metadata"])
-    return {name: value for name, value in metadata.items() if name not in ("checksums", "sha256")}
-
-
-def _version(described: Mapping[str, Any]) -> int:
-    """The format version: 2 if factors are truncated or means are not stored, which version 1 does not have."""
-    new = "rank" in described["settings"] or any(
-        "base" in block or "quantized" in block or any(key.endswith("_rank") for key in block["precision"])
-        for block in described.get("blocks", ())
-    )
-    return 2 if new else 1
-
-
-def write(path: str | Path, state: State) -> None:
-    """Write a state to a file, atomically.
-
-    Args:
-        path: Path of the file.
-        state: The state.
-    """
-    described = _described(state)
-    tensor_file.write(path, FORMAT, described, state["tensors"], _version(described))
-
-
-def write_together(path: str | Path, state: State, ranks: Ranks) -> None:
-    """Write a sharded state to a single file, identical to one written by a single process. A collective.
-
-    Args:
-        path: Path of the file, on a file system that all ranks share.
-        state: This rank's part of the state.
-        ranks: The process group.
-    """
-    described = _described(state)
-    sharded_tensor_file.write(path, FORMAT, described, state["tensors"], ranks, _version(described))
-
-
-def read(path: str | Path, *, sha256: str | None = None) -> State:
-    """Read a state from a file, with all checks that need no model.
-
-    Args:
-        path: Path of the file.
-        sha256: The SHA-256 that the file must have. None accepts any.
-
-    Returns:
-        The state. Its tensors are read lazily.
-
-    Raises:
-        MemoryFileError: If the file is not a limpet memory, is corrupted, or has another SHA-256.
-    """
-    described, tensors = tensor_file.read(path, FORMAT, sha256=sha256)
-    return {"metadata": json.dumps(described), "tensors": tensors}
+# --- probes ------------------------------------------------------------------------------------------------------
 
 
 def read_probes(settings: Settings, tensors: dict[str, Tensor]) -> tuple[Probe, ...]:

@@ -195,6 +195,17 @@ class Kronecker(Precision):
         values = self.values.carried(_both_sides(carry_out, carry_in))
         return replace(self, inputs=columns, outputs=rows, values=values)._as_product()
 
+    def with_inputs_of(self, other: Kronecker) -> Self:
+        """Return L with the input eigenvectors of another precision, if both have as many and they are truncated.
+
+        Args:
+            other: A precision whose input factor is a multiple of this one's (`limpet.precision.same_factor`).
+        """
+        own, shared = self.inputs, other.inputs
+        if not (isinstance(own, TruncatedBasis) and isinstance(shared, TruncatedBasis) and own.rank == shared.rank):
+            return self
+        return replace(self, inputs=replace(own, vectors=shared.vectors))
+
     def _as_product(self) -> Self:
         """Return a truncated precision of one task, or of equal ones, with the eigenvalues that its traces give."""
         found = self._product()

@@ -132,16 +132,17 @@ class TruncatedBasis(Basis):
         """
         known = self.known
         if isinstance(factor, Spiked):
-            total = factor * weight.squeeze(-1)
-            total = total if known is None else total + known
+            total = factor if known is None else factor * weight.squeeze(-1) + known
             values, top = total.top_eigen(self.rank)
             whole = total.diagonal().sum(-1)
         else:
             assert isinstance(factor, Tensor)
-            full = weight.unsqueeze(-1) * factor
-            full = full if known is None else full + known.dense()
+            full = factor if known is None else weight.unsqueeze(-1) * factor + known.dense()
             values, top = top_eigen(full, self.rank)
             whole = full.diagonal(dim1=-2, dim2=-1).sum(-1)
+        # the first task is decomposed without its weight, so that layers with the same input have equal eigenvectors
+        if known is None:
+            values, whole = weight * values, weight.squeeze(-1) * whole
         values, top = values.flip(-1), top.flip(-1)  # the largest first, because their reflections are kept best
         kept = self._keep(top, with_rest(values, whole, self.complement))
         in_basis = (factor @ top).mul_(top).sum(-2)
