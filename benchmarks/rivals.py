@@ -26,6 +26,7 @@ from common import versions
 from limpet.forgetting.drift import Drift, measured_drift
 from limpet.forgetting.probe import Probe
 from limpet.forgetting.repair import Repair
+from limpet.methods.restore import restored
 from repair_figures import markdown, spread
 from two_tasks import Batch
 
@@ -37,7 +38,9 @@ BUDGETS = (0.01, 0.03, 0.1)
 SCALE = 0.6
 SCALED, REPAIRED = f"plain, then times {SCALE}", "plain, then repair"
 AFTER = (SCALED, REPAIRED, *(f"budget {budget}" for budget in BUDGETS))
-RUNS = ("plain", *AFTER, "protect", "replay", "distillation", "l2-sp")
+ENERGY = 0.99
+SMALL = f"protect, energy {ENERGY}"
+RUNS = ("plain", *AFTER, "protect", "replay", "distillation", "l2-sp", SMALL)
 
 
 class Rivals:
@@ -175,12 +178,20 @@ class Rivals:
                 moments.append(self.moment(step))
 
         begin = time.perf_counter()
-        memory = self.memory if what == "protect" else None
+        memory = {"protect": self.memory, SMALL: self._small() if what == SMALL else None}.get(what)
         self.experiment.fit(self.model, self.new, lr, steps, memory, extra=self.extra(what), after=after)
         seconds = time.perf_counter() - begin
         if what == "plain":
             self.plain = rate, copy.deepcopy(self.model.state_dict())
-        return self.point(what, rate, seconds, moments=moments, end=self.moment(steps))
+        size = {} if memory is None else {"bytes": memory.nbytes}
+        return self.point(what, rate, seconds, moments=moments, end=self.moment(steps), **size)
+
+    def _small(self) -> limpet.OnlineLaplace:
+        """The memory with as many eigenvectors of every factor as hold a part of its trace."""
+        memory = restored(self.memory.state_dict(), self.model)
+        assert isinstance(memory, limpet.OnlineLaplace)
+        memory.compress(energy=ENERGY, progress=False)
+        return memory
 
     def _after_training(self, what: str, rate: str) -> dict[str, Any]:
         """Scale or repair the update of plain training."""

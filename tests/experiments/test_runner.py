@@ -437,3 +437,11 @@ def test_settings_on_the_command_line() -> None:
     assert parse_setting("training.patience=null") == ("training.patience", None)
     with pytest.raises(LimpetError, match="name=value"):
         parse_setting("lr")
+
+
+@pytest.mark.parametrize("setting", [{"rank": 2}, {"energy": 0.9}])
+def test_truncated_factors_are_a_setting(setting: dict[str, Any], tmp_path: Path) -> None:
+    run(recipe(memory=setting), tmp_path / "run")
+    model = build("mlp", {"hidden": [8]}, (6,), (4,), seed=0)
+    memory = limpet.load(tmp_path / "run" / "memory.safetensors", model)
+    assert "of rank" in str(memory.report()) and memory.tasks == 3

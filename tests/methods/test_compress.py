@@ -224,7 +224,7 @@ def test_errors_say_what_to_do() -> None:
         memory.compress(max_bytes=10)
     with pytest.raises(ValueError, match="int8' is for truncated factors"):
         limpet.OnlineLaplace(model, storage_dtype="int8")
-    with pytest.raises(ValueError, match="rank= truncates Kronecker"):
+    with pytest.raises(ValueError, match="rank= and energy= truncate Kronecker"):
         limpet.OnlineLaplace(model, structure="diagonal", rank=3)
     with pytest.raises(LimpetError, match="no Kronecker factors yet"):
         limpet.OnlineLaplace(model).compress(rank=3)
@@ -335,3 +335,46 @@ def test_the_rank_that_a_target_in_bytes_allows(target: dict[str, Any], dtype: s
         limpet.OnlineLaplace(nn.Linear(30, 30), max_bytes=10)
     with pytest.raises(ValueError, match="not several"):
         limpet.OnlineLaplace(nn.Linear(30, 30), max_bytes=10, rank=3)
+
+
+@pytest.mark.parametrize("energy", [0.7, 0.95, 1.0])
+def test_the_rank_that_an_energy_needs_grows_with_the_tasks(energy: float, tmp_path: Path) -> None:
+    model, memory = remembered(energy=energy)
+    _, whole = remembered()
+    found = []
+    for seed in (1, 2, 3):
+        if seed > 1:
+            for one in (memory, whole):
+                one.model.load_state_dict(network(seed).state_dict())
+                one.consolidate([task(seed)], progress=False)
+        for name, held in memory.posterior.held.items():
+            complete = whole.posterior.held[name].precision
+            assert isinstance(held.precision, Kronecker) and isinstance(complete, Kronecker)
+            torch.testing.assert_close(held.precision.trace(), complete.trace())
+            for basis in (held.precision.inputs, held.precision.outputs):
+                total = basis.spread(basis.trace).sum()
+                assert energy == 1 or basis.trace[:-1].sum() >= energy * total  # n - 1 of n are exact
+                assert len(basis.trace) <= 2 or energy == 1 or basis.trace[:-2].sum() < energy * total
+            if energy == 1:
+                dense = complete.dense()
+                gap = held.precision.dense() - dense
+                assert gap.norm() < 1e-6 * dense.norm()
+        found.append(sum(held.precision.inputs.length for held in memory.posterior.held.values()))  # type: ignore[attr-defined]
+    assert found[0] <= found[2] and (energy == 1.0 or found[2] < 13 + 17 + 10)
+    memory.save(tmp_path / "memory.safetensors")
+    again = limpet.load(tmp_path / "memory.safetensors", model)
+    assert isinstance(again, limpet.OnlineLaplace)
+    for one in (memory, again):
+        one.consolidate([task(4)], progress=False)
+    for name, held in memory.posterior.held.items():
+        assert torch.equal(held.precision.dense(), again.posterior.held[name].precision.dense())
+
+
+def test_an_energy_has_to_be_a_part_of_the_trace() -> None:
+    for wrong in (0.0, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="energy"):
+            limpet.OnlineLaplace(network(), energy=wrong)
+    with pytest.raises(ValueError, match="not several"):
+        limpet.OnlineLaplace(network(), energy=0.9, rank=3)
+    with pytest.raises(ValueError, match="use structure='kronecker'"):
+        limpet.OnlineLaplace(network(), energy=0.9, structure="diagonal")

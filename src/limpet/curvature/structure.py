@@ -38,12 +38,14 @@ class Structure:
         max_factor_size: Largest side that gets a full factor; longer ones are split into diagonal blocks.
         rest: How eigenbases are stored while they are not in use.
         rank: Number of eigenvectors to keep of each full factor. None keeps all of them.
+        energy: Part of the trace of each full factor that its eigenvectors should hold. None is not a limit.
     """
 
     name: str
     max_factor_size: int
     rest: Storage = AS_USED
     rank: int | None = None
+    energy: float | None = None
 
     def of(self, block: Block) -> str:
         """The structure of this block: the requested one, or "diagonal" if the block has no Kronecker factors."""
@@ -101,7 +103,7 @@ class Structure:
             The structure, for curvature that is used once and not stored.
         """
         long = any(max(block.shape[-2:]) > self.max_factor_size for block in blocks if block.factored)
-        return self if long else replace(self, rank=None)
+        return self if long else replace(self, rank=None, energy=None)
 
     def size(self, block: Block) -> int:
         """Number of elements that a memory of one task stores for this block, mean included; used to balance ranks."""

@@ -210,6 +210,8 @@ class Laplace(WithMemory):
                 prior_precision=options.prior_precision,
                 fisher=options.fisher,
                 smoothing=options.smoothing,
+                rank=options.rank,
+                energy=options.energy,
                 seed=recipe.seed,
             )
 

@@ -137,6 +137,8 @@ class MemorySettings(Part):
             strongly curved, as in a network with frozen batch norm.
         mode: How the penalty is applied: "auto", "proximal" or "gradient".
         damping: Damping of Synaptic Intelligence.
+        rank: Number of eigenvectors to keep of each Kronecker factor; all of them by default.
+        energy: Part of the trace of each Kronecker factor that its eigenvectors should hold, instead of a rank.
     """
 
     repair: float = Field(1.0, ge=0)
@@ -149,6 +151,8 @@ class MemorySettings(Part):
     every: int = Field(1, ge=1)
     mode: Literal["auto", "proximal", "gradient"] = "auto"
     damping: float = Field(0.1, gt=0)
+    rank: int | None = Field(None, ge=1)
+    energy: float | None = Field(None, gt=0, le=1)
 
 
 class Evaluation(Part):

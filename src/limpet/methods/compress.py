@@ -24,7 +24,7 @@ from limpet.precision.linalg import widened
 from limpet.precision.reflections import leading_columns
 from limpet.precision.same_factor import same_factors
 from limpet.precision.storage import EIGHT_BITS, Storage
-from limpet.precision.truncated_basis import TruncatedBasis, is_truncated
+from limpet.precision.truncated_basis import TruncatedBasis, is_truncated, part_of_trace
 
 UNITS = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
@@ -57,8 +57,8 @@ class Target:
             )
         if self.rank is not None:
             positive_whole("rank", self.rank)
-        if self.energy is not None and not 0 < finite_number("energy", self.energy) <= 1:
-            raise ValueError(f"energy must be in (0, 1], not {self.energy}: it is a part of the trace of each factor")
+        if self.energy is not None:
+            part_of_trace(self.energy)
         if self.max_bytes is not None:
             parsed_bytes(self.max_bytes)
         Storage(self.storage_dtype)
@@ -108,7 +108,7 @@ def compress(posterior: Posterior, target: Target, *, progress: bool = True) -> 
     found = {name: (_rank_of(each.inputs), _rank_of(each.outputs)) for name, each in made.items()}
     cut = [each.rank for one in made.values() for each in (one.inputs, one.outputs) if isinstance(each, TruncatedBasis)]
     # for blocks without a task yet, and for methods that measure all tasks again
-    posterior.structure = replace(posterior.structure, rest=rest, rank=max(cut, default=target.rank))
+    posterior.structure = replace(posterior.structure, rest=rest, rank=max(cut, default=target.rank), energy=None)
     posterior.held = {
         name: replace(held, precision=made[name])
         if name in made

@@ -119,6 +119,8 @@ class Laplace(Memory):
         rank: Number of eigenvectors to keep of each Kronecker factor; the other eigenvalues are replaced by their mean.
             Besides its mean, a layer then takes rank (in + out) + 3 rank^2 numbers instead of in^2 + out^2 + in out. By
             default all are kept.
+        energy: Instead of `rank`: keep as many eigenvectors of each factor as hold this part of its trace, such as
+            0.99, also when tasks are added. The memory may grow with them.
         bytes_per_weight: Instead of `rank`: use the largest one at which the curvature of one task takes at most so
             many bytes per weight in a file, besides the mean. `compress` chooses ranks by layer.
         max_bytes: The same with a number of bytes in all, or a text such as "4GB".
@@ -150,12 +152,13 @@ class Laplace(Memory):
         storage_dtype: str | None = None,
         offload: bool = False,
         rank: int | None = None,
+        energy: float | None = None,
         bytes_per_weight: float | None = None,
         max_bytes: float | str | None = None,
     ) -> None:
+        if sum(given is not None for given in (rank, energy, bytes_per_weight, max_bytes)) > 1:
+            raise ValueError("pass one of rank=, energy=, bytes_per_weight= and max_bytes=, not several")
         if bytes_per_weight is not None or max_bytes is not None:
-            if rank is not None:
-                raise ValueError("pass one of rank=, bytes_per_weight= and max_bytes=, not several")
             exclude = list(exclude)
             rank = rank_within(
                 model,
@@ -182,6 +185,7 @@ class Laplace(Memory):
             storage_dtype=storage_dtype,
             offload=offload,
             rank=rank,
+            energy=energy,
         )
 
     def consolidate(
@@ -275,14 +279,15 @@ class Laplace(Memory):
     ) -> dict[str, tuple[int, int]]:
         """Make the memory smaller: keep the largest eigenvalues of every Kronecker factor, and the mean of the others.
 
-        Pass one of the first four arguments. What is removed cannot be restored. Factors that are block-diagonal
+        Pass one of the first four arguments. What is removed cannot be restored. Layers with the same input share the
+        eigenvectors of its factor, in the memory and in its file. Factors that are block-diagonal
         (longer than `max_factor_size`) keep all their eigenvectors.
 
         Args:
             rank: Number of eigenvectors to keep of every factor.
             energy: Keep as many eigenvectors of each factor as hold this part of its trace, such as 0.99.
-            bytes_per_weight: Keep the largest part of the trace, the same for all factors, that takes at most this many
-                bytes per weight in a file, besides the mean.
+            bytes_per_weight: Keep as many eigenvectors as take at most this many bytes per weight in a file, besides
+                the mean. The rank of a factor with n rows is proportional to 1 / sqrt(n).
             max_bytes: The same with a number of bytes in all, or a text such as "4GB".
             storage_dtype: How eigenvectors are stored: "float16", "bfloat16", "int8", or None for the dtype of use.
             progress: Show a progress bar.

@@ -36,6 +36,7 @@ from limpet.posterior import PRIOR_MEANS, Posterior
 from limpet.posterior.sharding import reject_sharded
 from limpet.precision import STRUCTURES, Kronecker
 from limpet.precision.storage import EIGHT_BITS, Storage
+from limpet.precision.truncated_basis import part_of_trace
 
 if TYPE_CHECKING:  # imported lazily at run time, to keep `import limpet` fast
     from limpet.forgetting.budget import Budget
@@ -82,6 +83,7 @@ class Memory(ABC):
         storage_dtype: Data type in which eigenbases are stored. By default the one they are used in.
         offload: Store eigenbases in host memory.
         rank: Number of eigenvectors to keep of each Kronecker factor.
+        energy: Part of the trace of each Kronecker factor that its eigenvectors should hold.
 
     Attributes:
         model: The protected model, unwrapped.
@@ -113,12 +115,16 @@ class Memory(ABC):
         storage_dtype: str | None = None,
         offload: bool = False,
         rank: int | None = None,
+        energy: float | None = None,
     ) -> None:
         if structure not in STRUCTURES:
             raise ValueError(f"structure must be one of {', '.join(STRUCTURES)}, not {structure!r}")
-        if rank is not None and structure != "kronecker":
-            raise ValueError(f"rank= truncates Kronecker factors: use structure='kronecker', not {structure!r}")
-        if storage_dtype == EIGHT_BITS and rank is None:
+        truncated = rank is not None or energy is not None
+        if truncated and structure != "kronecker":
+            raise ValueError(
+                f"rank= and energy= truncate Kronecker factors: use structure='kronecker', not {structure!r}"
+            )
+        if storage_dtype == EIGHT_BITS and not truncated:
             raise ValueError("storage_dtype='int8' is for truncated factors: pass rank= as well")
         if prior_mean not in PRIOR_MEANS:
             raise ValueError(f"prior_mean must be one of {', '.join(PRIOR_MEANS)}, not {prior_mean!r}")
@@ -128,6 +134,7 @@ class Memory(ABC):
             positive_whole("max_factor_size", max_factor_size),
             Storage(storage_dtype, offload),
             None if rank is None else positive_whole("rank", rank),
+            None if energy is None else part_of_trace(energy),
         )
         check_model(model)
         self.model = unwrapped(model)
@@ -764,7 +771,8 @@ class Memory(ABC):
                 self._direct, self.exclude = state_dict.direct_parameters(content), tuple(settings.names("exclude"))
                 rest = Storage.of(content.metadata["settings"])
                 rank = None if settings.number("rank", 0) == 0 else positive_whole("rank", settings.whole("rank"))
-                self.posterior.structure = Structure(structure, max_factor_size, rest, rank)
+                energy = part_of_trace(settings.number("energy")) if settings.has("energy") else None
+                self.posterior.structure = Structure(structure, max_factor_size, rest, rank, energy)
                 attributes = self._read_settings(settings)
                 prior_precision = limited_number("prior_precision", settings.number("prior_precision"))
                 prior_mean = settings.choice("prior_mean", PRIOR_MEANS)
@@ -825,6 +833,7 @@ class Memory(ABC):
             "max_side": self.posterior.structure.max_factor_size,
             **self.posterior.structure.rest.metadata(),
             **({} if self.posterior.structure.rank is None else {"rank": self.posterior.structure.rank}),
+            **({} if self.posterior.structure.energy is None else {"energy": self.posterior.structure.energy}),
             "exclude": list(self.exclude),
             "examples": self.examples,
             "tasks": self.tasks,

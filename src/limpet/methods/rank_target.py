@@ -38,11 +38,9 @@ def rank_within(
         The rank, the same for all factors.
 
     Raises:
-        ValueError: If both targets are given, or one is not a positive number.
+        ValueError: If the target is not a positive number.
         LimpetError: If not even one eigenvector per factor fits.
     """
-    if bytes_per_weight is not None and max_bytes is not None:
-        raise ValueError("pass one of rank=, bytes_per_weight= and max_bytes=, not several")
     check_model(model)
     model = unwrapped(model)
     blocks, parameters = discover(model, excluded_names(model, exclude)), named_parameters(model)

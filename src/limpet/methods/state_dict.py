@@ -147,6 +147,10 @@ class Settings:
     def __init__(self, content: Content) -> None:
         self._values: Mapping[str, Any] = content.metadata["settings"]
 
+    def has(self, name: str) -> bool:
+        """Return whether there is a setting of this name."""
+        return name in self._values
+
     def number(self, name: str, default: float | None = None) -> float:
         """Return a finite number >= 0, or the default if an older file does not have it."""
         return finite_number(name, self._values.get(name, default))

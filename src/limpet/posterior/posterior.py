@@ -302,7 +302,7 @@ class Posterior:
         if issubclass(kind, Kronecker | KroneckerSum):
             options = {**self.structure.sides(block), "rest": self.structure.rest}
             if issubclass(kind, Kronecker):
-                options["rank"] = self.structure.rank
+                options |= {"rank": self.structure.rank, "energy": self.structure.energy}
             return kind.start(block.shape, self.prior_precision, like, **options)
         return kind.start(block.shape, self.prior_precision, like)
 

@@ -91,6 +91,7 @@ class Kronecker(Precision):
         outputs_sizes: tuple[int, ...] | None = None,
         rest: Storage = AS_USED,
         rank: int | None = None,
+        energy: float | None = None,
     ) -> Kronecker:
         """Create the precision of a block before the first task, which is the prior alone.
 
@@ -104,6 +105,7 @@ class Kronecker(Precision):
             outputs_sizes: Sizes of the diagonal blocks of the output factor. Defaults to one block.
             rest: How the eigenvectors are stored between uses.
             rank: Number of eigenvectors to keep of each factor that has one block. Defaults to all of them.
+            energy: Instead of `rank`: the part of the trace of such a factor that its eigenvectors should hold.
 
         Returns:
             The precision.
@@ -114,6 +116,8 @@ class Kronecker(Precision):
             sizes = sizes or (size,)
             if rank is not None and is_truncated(sizes, diagonal, rank):
                 return TruncatedBasis.start(groups, size, rank, like, rest)
+            if energy is not None and is_truncated(sizes, diagonal, 1):
+                return TruncatedBasis.start(groups, size, 1, like, rest, energy)
             trace = torch.zeros((*groups, size), dtype=like.dtype, device=like.device)
             return Basis(None, trace, diagonal, sizes, rest)
 

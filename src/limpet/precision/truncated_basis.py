@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from limpet.errors import positive_whole
+from limpet.errors import finite_number, positive_whole
 from limpet.precision.base import Metadata, check_shape
 from limpet.precision.basis import Basis
 from limpet.precision.block_diagonal import Matrix, Side, diagonal, joined, pieces
-from limpet.precision.linalg import top_eigen, widened
+from limpet.precision.linalg import symmetric_eigen, top_eigen, widened
 from limpet.precision.reflections import Reflections, leading_columns
 from limpet.precision.spiked import Spiked
 from limpet.precision.storage import EIGHT_BITS, Storage
@@ -53,10 +53,15 @@ class TruncatedBasis(Basis):
         diagonal: False.
         sizes: Size n of the factor.
         rest: How the reflections are stored between uses.
+        energy: Part of the trace that the eigenvectors hold after every task. None keeps their number.
     """
 
+    energy: float | None = None
+
     @classmethod
-    def start(cls, groups: Sequence[int], size: int, rank: int, like: Tensor, rest: Storage) -> TruncatedBasis:
+    def start(
+        cls, groups: Sequence[int], size: int, rank: int, like: Tensor, rest: Storage, energy: float | None = None
+    ) -> TruncatedBasis:
         """Create the basis before the first task.
 
         Args:
@@ -65,12 +70,13 @@ class TruncatedBasis(Basis):
             rank: Number r of eigenvectors to keep, less than n - 1.
             like: Tensor whose dtype and device the basis gets.
             rest: How the reflections are stored between uses.
+            energy: Part of the trace that the eigenvectors should hold, instead of a constant number of them.
 
         Returns:
             The basis.
         """
         trace = torch.zeros((*groups, rank + 1), dtype=like.dtype, device=like.device)
-        return cls(None, trace, False, (size,), rest)
+        return cls(None, trace, False, (size,), rest, energy)
 
     @property
     def truncated(self) -> bool:
@@ -138,17 +144,17 @@ class TruncatedBasis(Basis):
         else:
             assert isinstance(factor, Tensor)
             full = factor if known is None else weight.unsqueeze(-1) * factor + known.dense()
-            values, top = top_eigen(full, self.rank)
+            values, top = top_eigen(full, self.rank) if self.energy is None else eigen_holding(full, self.energy)
             whole = full.diagonal(dim1=-2, dim2=-1).sum(-1)
         # the first task is decomposed without its weight, so that layers with the same input have equal eigenvectors
         if known is None:
             values, whole = weight * values, weight.squeeze(-1) * whole
         values, top = values.flip(-1), top.flip(-1)  # the largest first, because their reflections are kept best
-        kept = self._keep(top, with_rest(values, whole, self.complement))
+        count = self.sizes[0] - top.shape[-1]
+        kept = self._keep(top, with_rest(values, whole, count))
         in_basis = (factor @ top).mul_(top).sum(-2)
         trace = diagonal(factor).sum(-1)
-        carry = None if known is None else self._carry(top, known.columns)
-        return kept, carry, with_rest(in_basis, trace, self.complement)
+        return kept, self._carry(top, known), with_rest(in_basis, trace, count)
 
     @property
     def known(self) -> Spiked | None:
@@ -159,17 +165,21 @@ class TruncatedBasis(Basis):
         trace = widened(self.trace)
         return Spiked.of_eigen(widened(vectors), trace[..., :-1], trace[..., -1])
 
-    def _carry(self, new: Tensor, old: Tensor) -> Tensor:
-        """Return the matrix (r + 1, r + 1) that takes eigenvalues in the old basis to their means in the new one.
+    def _carry(self, new: Tensor, known: Spiked | None) -> Tensor | None:
+        """Return the matrix that takes the r + 1 eigenvalues in the old basis to their means in the new one.
 
         A new eigenvector has the squared overlaps with the old ones, and the remainder of 1 with their complement; the
-        complement gets what is left of everything, so the trace is preserved.
+        complement gets what is left of everything, so the trace is preserved. Before the first task there is nothing to
+        take over, and None if there are as many new ones.
         """
-        overlap = (new.mT @ old).square()
+        if known is None:
+            same = new.shape[-1] == self.rank
+            return None if same else new.new_zeros((*new.shape[:-2], new.shape[-1] + 1, self.length))
+        overlap = (new.mT @ known.columns).square()
         outside = (1 - overlap.sum(-1, keepdim=True)).clamp_min(0)  # of new eigenvectors, in the old complement
         lost = (1 - overlap.sum(-2, keepdim=True)).clamp_min(0)  # of old eigenvectors, in the new complement
         corner = (self.complement - outside.sum(-2, keepdim=True)).clamp_min(0)
-        below = torch.cat([lost, corner], -1) / self.complement
+        below = torch.cat([lost, corner], -1) / (self.sizes[0] - new.shape[-1])
         return torch.cat([torch.cat([overlap, outside], -1), below], -2)
 
     def _keep(self, vectors: Tensor | None, trace: Tensor) -> Self:
@@ -192,7 +202,8 @@ class TruncatedBasis(Basis):
 
     def metadata(self, name: str) -> Metadata:
         """Return the numbers to save alongside the tensors."""
-        return {f"{name}_diagonal": False, f"{name}_rank": self.rank}
+        energy: Metadata = {} if self.energy is None else {f"{name}_energy": self.energy}
+        return {f"{name}_diagonal": False, f"{name}_rank": self.rank, **energy}
 
     @classmethod
     def restore(cls, name: str, shape: Sequence[int], tensors: Mapping[str, Tensor], metadata: Metadata) -> Basis:
@@ -201,15 +212,17 @@ class TruncatedBasis(Basis):
         rank, rest = positive_whole(f"{name}_rank", metadata[f"{name}_rank"]), Storage.of(metadata)
         if rank >= size:
             raise ValueError(f"{name}_rank is {rank}, but the factor has {size} rows")
+        energy = metadata.get(f"{name}_energy")
+        energy = None if energy is None else part_of_trace(energy)
         trace = check_shape(f"{name}.trace", tensors[f"{name}.trace"], (*groups, rank + 1))
         vectors = tensors.get(f"{name}.reflections")
         if vectors is None:
-            return cls(None, trace, False, (size,), rest)
+            return cls(None, trace, False, (size,), rest, energy)
         leading = tensors.get(f"{name}.reflections.leading")  # of 8 bits only, and not in older files
         first = 0 if leading is None else leading_columns(rank)
         check_shape(f"{name}.reflections", vectors, (*groups, size, rank - first))
         if rest.dtype != EIGHT_BITS:
-            return cls(Reflections.of(rest.lay(vectors)), trace, False, (size,), rest)
+            return cls(Reflections.of(rest.lay(vectors)), trace, False, (size,), rest, energy)
         scale = tensors[f"{name}.reflections.scale"]
         check_shape(f"{name}.reflections.scale", scale, (*groups, 1, rank - first))
         where = "cpu" if rest.offload else vectors.device
@@ -217,7 +230,31 @@ class TruncatedBasis(Basis):
             leading = check_shape(f"{name}.reflections.leading", leading, (*groups, size, first))
             leading = leading.to(where, torch.float16)
         packed = Reflections.of(vectors.to(where, torch.int8), scale.to(where, torch.float32), leading)
-        return cls(packed, trace, False, (size,), rest)
+        return cls(packed, trace, False, (size,), rest, energy)
+
+
+def part_of_trace(energy: float) -> float:
+    """Return an `energy` that is a part of a trace; raises ValueError if it is not in (0, 1]."""
+    if not 0 < finite_number("energy", energy) <= 1:
+        raise ValueError(f"energy must be in (0, 1], not {energy}: it is a part of the trace of each factor")
+    return energy
+
+
+def eigen_holding(matrix: Tensor, energy: float) -> tuple[Tensor, Tensor]:
+    """Compute the largest eigenvalues that hold a part of the trace, at least one and all but one at most.
+
+    Args:
+        matrix: Symmetric matrix (..., n, n) without negative eigenvalues.
+        energy: The part. In each of the leading dimensions they hold at least this much.
+
+    Returns:
+        The eigenvalues in ascending order (..., r), and their eigenvectors (..., n, r).
+    """
+    values, vectors = symmetric_eigen(matrix)
+    held = values.clamp_min(0).flip(-1).cumsum(-1)
+    missing = (held < energy * held[..., -1:]).sum(-1)
+    rank = min(int(missing.max()) + 1, matrix.shape[-1] - 1)
+    return values[..., -rank:], vectors[..., -rank:]
 
 
 def with_rest(values: Tensor, total: Tensor, count: int) -> Tensor:
