@@ -4,16 +4,16 @@
     python -m benchmarks repair_language memory --model M --source self
     python -m benchmarks memory_ranks --model M --new C.html --seeds 0 1 2
     python -m benchmarks memory_ranks --model M --new C.html --time                              # of a protected step
-    python -m benchmarks memory_ranks --draw                                                     # the tables
+    python -m benchmarks memory_ranks --draw                                                     # tables, figure
 
 The fine-tuned models and the complete memory are those of repair_language. The memory is compressed to every rank, and
 saved without the published weights. One more memory of rank 128 is made by a pass of its own over the same samples,
 which sums sketches of the long factors. Each tuned model is repaired with each file at several strengths, with one
 curvature of the new text for all of them. Drift is KL(before || after) per token on samples that no memory has seen.
-Memories are compared at equal loss on the held-out new text: the drift of every memory is interpolated, linearly in
-its logarithm, at the losses that the complete memory has at strength 1 and 3. Every point is recorded as soon as it is
-measured, so an interrupted command resumes with the next one. With --time, LoRA steps of 4 x 64 tokens under a penalty
-(`mode="gradient"`) alternate with plain ones, and the medians are compared (`tokens.cost`).
+Memories are compared at equal loss on the held-out new text: loss and log drift are fitted by quadratics in the log
+strength, and the drift is compared at the losses that the complete memory has at strength 1 and 3. Every point is
+recorded as soon as it is measured, so an interrupted command resumes with the next one. With --time, LoRA steps of 4 x
+64 tokens under a penalty (`mode="gradient"`) alternate with plain ones, and the medians are compared (`tokens.cost`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import argparse
 import math
 import statistics
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from limpet.forgetting.drift import measured_drift
 from limpet.forgetting.repair import Measures, solve
 from limpet.integrations.causal_lm import consolidate_lm
 from limpet.methods.repair_pass import RepairOptions, new_fisher
-from repair_figures import markdown
+from repair_figures import markdown, spread
 from repair_language import CURVATURE_TOKENS, SAMPLE_LENGTH, exact_probe, fresh, samples
 from tokens import cost
 
@@ -56,6 +57,8 @@ FORMER = ("rank 128, int8 throughout", "by energy to 58 MB, int8")
 of the size: each factor then held the same part of its trace. They cannot be made any more."""
 STRENGTHS = (0.3, 0.6, 1.0, 2.0, 3.0, 6.0)
 COMPARED = (1.0, 3.0)
+FITTED = (0.3, 9.0)
+"""Smallest and largest strength at which the fitted curves are used."""
 
 
 def file_of(options: argparse.Namespace, name: str) -> Path:
@@ -135,32 +138,89 @@ def step_table(points: list[dict[str, Any]]) -> str:
     return markdown(["memory", *(f"penalty {name}" for name in names), "a plain step, s"], lines)
 
 
+def fitted(points: list[dict[str, Any]], seed: int, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Quadratics in the logarithm of the strength: of the new loss, and of the logarithm of the drift."""
+    own = [p for p in points if (p["seed"], p["memory"]) == (seed, name)]
+    at = np.log([p["strength"] for p in own])
+    return np.polyfit(at, [p["new"] for p in own], 2), np.polyfit(at, np.log([p["drift"] for p in own]), 2)
+
+
 def at_equal_loss(points: list[dict[str, Any]], seed: int, name: str, strength: float) -> float:
     """The drift of a memory, divided by that of the complete one, at the new loss that the complete one has there."""
-    own = sorted((p["new"], math.log(p["drift"])) for p in points if (p["seed"], p["memory"]) == (seed, name))
-    (whole,) = (p for p in points if (p["seed"], p["memory"], p["strength"]) == (seed, COMPLETE, strength))
-    losses, drifts = zip(*own, strict=True)
-    if not losses[0] <= whole["new"] <= losses[-1]:
-        return math.nan
-    return math.exp(float(np.interp(whole["new"], losses, drifts))) / float(whole["drift"])
+    (loss_of, drift_of), (own_loss, own_drift) = (fitted(points, seed, which) for which in (COMPLETE, name))
+    wanted, at = np.polyval(loss_of, math.log(strength)), np.log(np.geomspace(*FITTED, 10_000))
+    below = at[np.polyval(own_loss, at) <= wanted]  # the loss rises with the strength, but a parabola may turn
+    nearest = below[-1] if len(below) else at[0]
+    return math.exp(np.polyval(own_drift, nearest) - np.polyval(drift_of, math.log(strength)))
+
+
+def ratios(points: list[dict[str, Any]]) -> dict[str, dict[float, list[float]]]:
+    """For every memory and compared strength, the ratio of each seed at which all strengths were measured."""
+    counts = Counter((p["seed"], p["memory"]) for p in points)
+    whole = {key for key, count in counts.items() if count == len(STRENGTHS)}
+    seeds = sorted({seed for seed, name in whole if name == COMPLETE})
+    return {
+        name: {s: [at_equal_loss(points, seed, name, s) for seed in seeds if (seed, name) in whole] for s in COMPARED}
+        for name in (*ALL, *FORMER)
+        if any((seed, name) in whole for seed in seeds)
+    }
 
 
 def table(points: list[dict[str, Any]]) -> str:
     """Sizes and ratios of the drift over all seeds."""
-    rows = []
-    for name in (*ALL, *FORMER):
-        own = [p for p in points if p["memory"] == name]
-        if not own:
-            continue
-        cells = [name, f"{own[0]['bytes'] / 1e6:.1f}", f"{own[0]['bytes'] / (2 * own[0]['weights']):.2f}"]
-        seeds = sorted({p["seed"] for p in own})
-        for strength in COMPARED:
-            found = [at_equal_loss(points, seed, name, strength) for seed in seeds]
-            cells.append(f"{statistics.mean(found):.3f} ({min(found):.3f} to {max(found):.3f})")
-        rows.append([*cells, str(len(seeds))])
+    sizes, rows = {p["memory"]: p for p in points}, []
+    for name, found in ratios(points).items():
+        size = sizes[name]["bytes"]
+        cells = [name, f"{size / 1e6:.1f}", f"{size / (2 * sizes[name]['weights']):.2f}"]
+        rows.append([*cells, *(spread(found[s], 2) for s in COMPARED), str(len(found[COMPARED[0]]))])
     compared = (f"drift / complete, at strength {s:g}" for s in COMPARED)
     heads = ["memory", "MB", "/ bfloat16 weights", *compared, "seeds"]
     return markdown(heads, rows)
+
+
+def draw(points: list[dict[str, Any]], path: Path) -> None:
+    """Draw the ratios over the size of the file."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    sizes, found = {p["memory"]: p["bytes"] / 1e6 for p in points}, ratios(points)
+    weights = 2 * points[0]["weights"] / 1e6
+    figure, axes = plt.subplots(1, len(COMPARED), figsize=(9.5, 3.8), sharey=True)
+    kinds = {"float16": ("#1f6f8b", "o"), "int8": ("#d98032", "s"), "former": ("#999999", "x")}
+    for ax, strength in zip(axes, COMPARED, strict=True):
+        seen = set()
+        for name, each in found.items():
+            if name == COMPLETE:
+                continue
+            kind = "former" if name in FORMER else "int8" if "int8" in name else "float16"
+            color, marker = kinds[kind]
+            mean, values = statistics.mean(each[strength]), each[strength]
+            bars = [[mean - min(values)], [max(values) - mean]]
+            label = {"float16": "ranks, float16", "int8": "8 bits", "former": "former designs"}[kind]
+            ax.errorbar(sizes[name], mean, bars, fmt=marker, color=color, label=None if kind in seen else label)
+            seen.add(kind)
+        ax.axhline(1.0, color="black", linewidth=0.8)
+        ax.axhspan(0.95, 1.05, color="black", alpha=0.06)
+        ax.axvline(weights / 4, color="black", linewidth=0.8, linestyle=":")
+        ax.set(xscale="log", xlim=(10, 400), xlabel="file, MB", title=f"at the loss of strength {strength:g}")
+        ax.annotate(
+            "a quarter of\nthe weights",
+            (weights / 4, 1.9),
+            ha="right",
+            fontsize=8,
+            xytext=(-4, 0),
+            textcoords="offset points",
+        )
+        ax.set_xticks([10, 30, 100, 300], ["10", "30", "100", "300"])
+        ax.minorticks_off()
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("drift after repair, relative")
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def main() -> None:
@@ -186,7 +246,10 @@ def main() -> None:
             if missing := [s for s in STRENGTHS if (seed, name, s) not in done]:
                 bench = bench or Bench(options, seed)
                 bench.run(name, missing)
-    print(table(common.read_records(options.out)))
+    points = common.read_records(options.out)
+    print(table(points))
+    if options.draw:
+        draw(points, options.out.with_name("drift.png"))
     if timed := common.read_records(options.out.with_name("steps.jsonl")):
         print(f"\n{step_table(timed)}")
 

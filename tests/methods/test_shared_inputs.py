@@ -78,6 +78,9 @@ def test_a_pass_of_a_rank_gives_them_equal_eigenvectors(storage: str | None, tmp
     for name in ("query", "key", "value"):
         before, after = (one.posterior.held[name].precision.apply(v) for one in (memory, again))
         assert torch.equal(before, after)
+    bases = inputs(again)
+    assert bases["key"].vectors is bases["query"].vectors is bases["value"].vectors
+    assert again.nbytes == memory.nbytes - 2 * bases["key"].vectors.nbytes
     assert inspect(path).sha256 == tensor_file.Tensors(path).sha256()
 
 

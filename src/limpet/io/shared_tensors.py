@@ -47,6 +47,9 @@ class SharedTensors(Mapping[str, Tensor]):
         tensors: The tensors of the file.
         shared: Further names, with the names of the tensors that they refer to.
 
+    Attributes:
+        shared: The further names.
+
     Raises:
         MemoryFileError: If a further name is that of a tensor, or refers to none.
     """
@@ -55,14 +58,14 @@ class SharedTensors(Mapping[str, Tensor]):
         wrong = [name for name, other in shared.items() if name in tensors or other not in tensors]
         if wrong:
             raise MemoryFileError(f"the file is corrupted: {wrong[0]} refers to a tensor that is not there")
-        self._tensors, self._shared = tensors, shared
+        self._tensors, self.shared = tensors, shared
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[self._shared.get(name, name)]
+        return self._tensors[self.shared.get(name, name)]
 
     def __iter__(self) -> Iterator[str]:
         yield from self._tensors
-        yield from self._shared
+        yield from self.shared
 
     def __len__(self) -> int:
-        return len(self._tensors) + len(self._shared)
+        return len(self._tensors) + len(self.shared)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,18 +19,21 @@ from limpet.distributed import shard_like
 from limpet.errors import LimpetError, MemoryFileError, finite_number, positive_whole, signed_number, whole_number
 from limpet.forgetting.probe import Probe
 from limpet.io import tensor_file
+from limpet.io.shared_tensors import SharedTensors
 from limpet.io.state import State, unsealed
 from limpet.methods.base_weights import mean_from_model
 from limpet.methods.limits import check_block, check_proximal, finite
 from limpet.methods.quantized_base import mean_from_sketches, mean_relative_to_base, sketches, stored_mean
 from limpet.model import PER_SAMPLE, Block
 from limpet.posterior import BlockPosterior, Posterior
-from limpet.precision import STRUCTURES, Precision
+from limpet.precision import STRUCTURES, Kronecker, Precision
 from limpet.protection.bound_block import ProximalState
 from limpet.version import __version__
 
 PROBE = "probe/"
 """Prefix of the names of a probe's tensors."""
+INPUTS = "/precision/inputs.reflections"
+"""What follows the name of a block in the name of its input eigenvectors."""
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8)
 
 
@@ -267,6 +270,9 @@ def restore(
         proximal = _restore_proximal(metadata["proximal"], tensors, posterior)
         if proximal is not None:
             check_proximal(proximal, held.values())
+        if isinstance(content.tensors, SharedTensors):
+            names = {entry["name"]: by_parameters[tuple(entry["parameters"])].name for entry in metadata["blocks"]}
+            _share_inputs(held, names, content.tensors.shared)
         for block in kept:
             held.setdefault(block.name, posterior.start(block, weights))
         extra = {key.removeprefix("extra/"): tensors.take(key) for key in tensors.under("extra/")}
@@ -368,6 +374,25 @@ def _restore_block(
     held = BlockPosterior(block, mean, precision, linear_term, tasks)
     check_block(held)
     return held
+
+
+def _share_inputs(held: dict[str, BlockPosterior], names: Mapping[str, str], shared: Mapping[str, str]) -> None:
+    """Let blocks share the input eigenvectors that are stored once in the file, as they did when it was written.
+
+    Args:
+        held: The restored blocks by name; blocks are replaced.
+        names: Names of the blocks of the model, by their names in the file.
+        shared: Names of tensors in the file, with those of the tensors that they are equal to.
+    """
+    for name, other in shared.items():
+        if not name.endswith(INPUTS) or not other.endswith(INPUTS):
+            continue
+        block, first = (held.get(names.get(one.removesuffix(INPUTS), "")) for one in (name, other))
+        if block is None or first is None:
+            continue  # of another rank
+        if isinstance(block.precision, Kronecker) and isinstance(first.precision, Kronecker):
+            precision = block.precision.with_inputs_of(first.precision)
+            held[block.block.name] = replace(block, precision=precision)
 
 
 def _restore_proximal(

@@ -23,6 +23,7 @@ from limpet.posterior.gathered_adapters import GatheredAdapters
 from limpet.posterior.lora import LoRAPenalty
 from limpet.posterior.sharding import BlockSharding, reject_quantized_and_sharded, reject_sharded
 from limpet.precision import STRUCTURES, Kronecker, KroneckerSum, Precision
+from limpet.precision.reflections import Reflections
 
 PRIOR_MEANS = ("zero", "initial")
 """Prior mean of the weights: zero, or their values when the memory was created."""
@@ -425,8 +426,12 @@ class Posterior:
 
     @property
     def nbytes(self) -> int:
-        """Size of all tensors stored by this rank, in bytes."""
-        return sum(held.nbytes for held in self.held.values())
+        """Size of all tensors stored by this rank, in bytes. What blocks share is counted once."""
+        inputs = [held.precision.inputs.vectors for held in self.held.values() if isinstance(held.precision, Kronecker)]
+        truncated = [vectors for vectors in inputs if isinstance(vectors, Reflections)]
+        once = {id(vectors): vectors.nbytes for vectors in truncated}
+        twice = sum(vectors.nbytes for vectors in truncated) - sum(once.values())
+        return sum(held.nbytes for held in self.held.values()) - twice
 
 
 def moved_mean(mean: Tensor, device: torch.device) -> Tensor:

@@ -121,6 +121,12 @@ class Reflections:
         return self.triangle.shape[-1]
 
     @property
+    def nbytes(self) -> int:
+        """Number of bytes that the matrix takes."""
+        stored = (self.vectors, self.triangle, self.scale, self.leading)
+        return sum(tensor.nbytes for tensor in stored if tensor is not None)
+
+    @property
     def sizes(self) -> list[int]:
         """Number of rows, as a list like that of a block-diagonal matrix."""
         return [self.vectors.shape[-2]]
