@@ -89,3 +89,4 @@ def test_what_is_uploaded_is_the_checked_file(folder: Path, tmp_path: Path, monk
     done = publish(folder, out, "--probe", "keep", "--to", "user/model", "--private")
     assert done.exit_code == 0 and "uploaded: the commit" in done.output
     assert sent == [((out, "user/model"), {"private": True})]
+    assert 'limpet.load("hub://user/model", model, sha256=' in out.with_suffix(".md").read_text()

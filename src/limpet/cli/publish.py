@@ -73,7 +73,7 @@ def publish_command(
     again = loaded(str(out), network, None, None)
     digest, weights = Tensors(out).sha256(), sum(p.numel() for p in network.parameters())
     page = out.with_suffix(".md")
-    write_text(page, hub.model_card(again.examples, model, data, sha256=digest))
+    write_text(page, hub.model_card(again.examples, to or model, data, sha256=digest))
     size = out.stat().st_size
     console.print(f"{out}: {size / 1e6:.1f} MB, {size / (2 * weights):.2f} of the weights in bfloat16", highlight=False)
     console.print(f"SHA-256 {digest}\nsection for the model card written to {page}", highlight=False)

@@ -7,7 +7,8 @@ one task their input factors are equal up to a positive number, so they have the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +18,18 @@ from limpet.precision.block_diagonal import pieces
 from limpet.precision.linalg import widened
 from limpet.precision.reflections import Reflections
 
-Eigenvectors = Callable[[], Tensor]
+CLOSE, FLOOR = 1e-3, 1e-9
+"""Largest difference of two eigenvalues, relative to them and to the largest one, that is attributed to rounding."""
 
-SAME = 1e-4
-"""Largest difference of two factors, relative to their norm, that is attributed to rounding."""
+EXACT, ROUNDED = 1e-6, 0.02
+"""The same for the product of a factor with the eigenvectors of the other, if they are stored as used, and if not."""
 
 
 def same_factors(bases: Mapping[str, Basis]) -> dict[str, str]:
     """Find the bases whose partial traces are multiples of each other, by computation and not by name.
+
+    All eigenvalues have to agree, after division by the trace. A few large ones may be most of the norm of a factor, so
+    that it would be nearly equal to others without it.
 
     Args:
         bases: Eigenbases by name. Those that are diagonal or split into blocks, or have no task yet, are skipped.
@@ -33,40 +38,42 @@ def same_factors(bases: Mapping[str, Basis]) -> dict[str, str]:
         The name of the first such basis, for every basis after it.
     """
     found: dict[str, str] = {}
-    firsts: dict[object, list[tuple[str, Basis]]] = defaultdict(list)
+    firsts: dict[object, list[tuple[str, Basis, Tensor]]] = defaultdict(list)
     for name, basis in bases.items():
         if basis.vectors is None or basis.diagonal or len(basis.sizes) > 1:
             continue
-        others = firsts[basis.sizes, basis.trace.shape]
-        match = next((other for other, kept in others if _same(kept, basis)), None)
+        others, values = firsts[basis.sizes, basis.trace.shape], _normalized(basis)
+        match = next((other for other, *kept in others if _same((basis, values), kept)), None)
         if match is None:
-            others.append((name, basis))
+            others.append((name, basis, values))
         else:
             found[name] = match
     return found
 
 
-def _same(one: Basis, other: Basis) -> bool:
-    """Whether |A V - V diag(t)| is small, for one factor A and eigenvectors V and eigenvalues t of the other."""
-    (values, a), (t, b) = (_spectrum(each) for each in (one, other))
-    norm = SAME * t.norm(dim=-1)
-    gap = (values.sort(-1).values - t.sort(-1).values).norm(dim=-1)
-    if not bool((gap <= norm).all()):  # nearly always, and without a product of matrices
-        return False
-    u, v = a(), b()
-    residual = u @ (values.unsqueeze(-1) * (u.mT @ v)) - v * t.unsqueeze(-2)
-    return bool((torch.linalg.matrix_norm(residual) <= norm).all())
-
-
-def _spectrum(basis: Basis) -> tuple[Tensor, Eigenvectors]:
-    """Return the eigenvalues of the factor divided by its trace, and a function that returns its eigenvectors.
-
-    A truncated factor is a multiple of the identity plus a matrix of low rank. These are those of the latter.
-    """
+def _normalized(basis: Basis) -> Tensor:
+    """Return the stored eigenvalues divided by the trace, in float64."""
     trace = widened(basis.trace)
-    trace = trace / basis.spread(trace).sum(-1, keepdim=True).clamp_min(torch.finfo(trace.dtype).tiny)
+    return trace / basis.spread(trace).sum(-1, keepdim=True).clamp_min(torch.finfo(trace.dtype).tiny)
+
+
+def _same(one: tuple[Basis, Tensor], other: Sequence[Any]) -> bool:
+    """Whether the eigenvalues agree, and |A V - V diag(t)| is small for A of one factor, and V and t of the other."""
+    (basis, values), (kept, t) = one, other
+    ascending, expected = values.sort(-1).values, t.sort(-1).values
+    close = (ascending - expected).abs() <= CLOSE * expected + FLOOR * expected[..., -1:]
+    if not bool(close.all()):  # nearly always, and without a product of matrices
+        return False
+    (values, u), (t, v) = _low_rank(basis, values), _low_rank(kept, t)
+    residual = u @ (values.unsqueeze(-1) * (u.mT @ v)) - v * t.unsqueeze(-2)
+    most = EXACT if basis.rest.dtype is None and kept.rest.dtype is None else ROUNDED
+    return bool((torch.linalg.matrix_norm(residual) <= most * t.norm(dim=-1)).all())
+
+
+def _low_rank(basis: Basis, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors; of a truncated factor, without its multiple of the identity."""
     columns = basis.columns
     if isinstance(columns, Reflections):
-        return trace[..., :-1] - trace[..., -1:], lambda: widened(columns.first())
+        return values[..., :-1] - values[..., -1:], widened(columns.first())
     assert columns is not None
-    return trace, lambda: widened(pieces(columns)[0])
+    return values, widened(pieces(columns)[0])
