@@ -233,7 +233,6 @@ class BlockShape:
         Returns:
             The number of float64 numbers.
         """
-        eigen = 5.5 if tasks > 1 else 5.0
         twice = 1.5 if several_strengths and tasks > 1 else 1.0
         if self.structure == "dense":
             return 3.0 * twice * self.numbers**2
@@ -241,9 +240,16 @@ class BlockShape:
         # diagonal blocks are decomposed one at a time, so the workspace is that of the largest one
         largest_a = a if "in" in self.sketches else self.groups * max(self.in_sizes) ** 2 * self.inputs
         largest_b = b if "out" in self.sketches else self.groups * max(self.out_sizes) ** 2 * self.outputs
-        eigenvectors = max(a + (eigen - 1) * largest_a + b, b + (eigen - 1) * largest_b + 2.5 * a)
+        of_a, of_b = (self._decomposition(side, tasks) for side in SIDES)
+        eigenvectors = max(a + (of_a - 1) * largest_a + b, b + (of_b - 1) * largest_b + 2.5 * a)
         values = self.kept(1)["eigenvalues"] if self.ranks else self.numbers
         return max(eigenvectors, 3.0 * twice * values + 2.5 * (a + b))
+
+    def _decomposition(self, side: str, tasks: int) -> float:
+        """The workspace of a decomposition in sizes of the factor; that of a truncated one is not weighted at first."""
+        if tasks > 1:
+            return 5.5
+        return 4.0 if side in self.ranks and side not in self.sketches else 5.0
 
     def _factor(self, side: str) -> int:
         """The size of the factor of a side, as a pass measures it; 0 if it is diagonal."""
