@@ -177,8 +177,8 @@ class Rivals:
             if what in ("plain", "protect") and step in MOMENTS:
                 moments.append(self.moment(step))
 
+        memory = self._small() if what == SMALL else self.memory if what == "protect" else None
         begin = time.perf_counter()
-        memory = {"protect": self.memory, SMALL: self._small() if what == SMALL else None}.get(what)
         self.experiment.fit(self.model, self.new, lr, steps, memory, extra=self.extra(what), after=after)
         seconds = time.perf_counter() - begin
         if what == "plain":

@@ -135,15 +135,16 @@ def test_a_name_that_refers_to_nothing_is_rejected(tmp_path: Path) -> None:
             limpet.load(path, memory.model)
 
 
+@pytest.mark.parametrize("storage", [None, "float16"])
 @pytest.mark.parametrize("ratio", [1e3, 1e6])
-def test_one_large_direction_in_common_is_not_the_same_factor(ratio: float) -> None:
+def test_one_large_direction_in_common_is_not_the_same_factor(ratio: float, storage: str | None) -> None:
     torch.manual_seed(0)
     large = torch.linalg.qr(torch.randn(SIZE, SIZE, dtype=torch.float64)).Q[:, :1]
 
     def basis(seed: int, scale: float) -> Any:
         root = torch.randn(SIZE, 2 * SIZE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         factor = root @ root.mT / SIZE + ratio * large @ large.mT
-        start = Kronecker.start(torch.Size((3, SIZE)), 0.0, torch.zeros(()))
+        start = Kronecker.start(torch.Size((3, SIZE)), 0.0, torch.zeros(()), rest=Storage(storage))
         return start.add(KroneckerTerm(scale * factor, torch.eye(3, dtype=torch.float64)), 1.0).inputs
 
     assert same_factors({"a": basis(1, 1.0), "b": basis(1, 2.7), "c": basis(2, 1.0)}) == {"b": "a"}

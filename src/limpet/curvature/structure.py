@@ -38,7 +38,7 @@ class Structure:
         max_factor_size: Largest side that gets a full factor; longer ones are split into diagonal blocks.
         rest: How eigenbases are stored while they are not in use.
         rank: Number of eigenvectors to keep of each full factor. None keeps all of them.
-        energy: Part of the trace of each full factor that its eigenvectors should hold. None is not a limit.
+        energy: Part of the trace of each full factor that its eigenvectors should hold, instead of a rank.
     """
 
     name: str

@@ -430,8 +430,8 @@ class Posterior:
         inputs = [held.precision.inputs.vectors for held in self.held.values() if isinstance(held.precision, Kronecker)]
         truncated = [vectors for vectors in inputs if isinstance(vectors, Reflections)]
         once = {id(vectors): vectors.nbytes for vectors in truncated}
-        twice = sum(vectors.nbytes for vectors in truncated) - sum(once.values())
-        return sum(held.nbytes for held in self.held.values()) - twice
+        repeated = sum(vectors.nbytes for vectors in truncated) - sum(once.values())
+        return sum(held.nbytes for held in self.held.values()) - repeated
 
 
 def moved_mean(mean: Tensor, device: torch.device) -> Tensor:

@@ -7,8 +7,7 @@ one task their input factors are equal up to a positive number, so they have the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -17,6 +16,9 @@ from limpet.precision.basis import Basis
 from limpet.precision.block_diagonal import pieces
 from limpet.precision.linalg import widened
 from limpet.precision.reflections import Reflections
+
+Spectral = tuple[Basis, Tensor]
+"""A basis, and its eigenvalues divided by their sum."""
 
 CLOSE, FLOOR = 1e-3, 1e-9
 """Largest difference of two eigenvalues, relative to them and to the largest one, that is attributed to rounding."""
@@ -38,14 +40,14 @@ def same_factors(bases: Mapping[str, Basis]) -> dict[str, str]:
         The name of the first such basis, for every basis after it.
     """
     found: dict[str, str] = {}
-    firsts: dict[object, list[tuple[str, Basis, Tensor]]] = defaultdict(list)
+    firsts: dict[object, list[tuple[str, Spectral]]] = defaultdict(list)
     for name, basis in bases.items():
         if basis.vectors is None or basis.diagonal or len(basis.sizes) > 1:
             continue
-        others, values = firsts[basis.sizes, basis.trace.shape], _normalized(basis)
-        match = next((other for other, *kept in others if _same((basis, values), kept)), None)
+        others, own = firsts[basis.sizes, basis.trace.shape], (basis, _normalized(basis))
+        match = next((other for other, first in others if _same(own, first)), None)
         if match is None:
-            others.append((name, basis, values))
+            others.append((name, own))
         else:
             found[name] = match
     return found
@@ -57,16 +59,16 @@ def _normalized(basis: Basis) -> Tensor:
     return trace / basis.spread(trace).sum(-1, keepdim=True).clamp_min(torch.finfo(trace.dtype).tiny)
 
 
-def _same(one: tuple[Basis, Tensor], other: Sequence[Any]) -> bool:
+def _same(one: Spectral, other: Spectral) -> bool:
     """Whether the eigenvalues agree, and |A V - V diag(t)| is small for A of one factor, and V and t of the other."""
-    (basis, values), (kept, t) = one, other
+    (basis, values), (first, t) = one, other
     ascending, expected = values.sort(-1).values, t.sort(-1).values
     close = (ascending - expected).abs() <= CLOSE * expected + FLOOR * expected[..., -1:]
     if not bool(close.all()):  # nearly always, and without a product of matrices
         return False
-    (values, u), (t, v) = _low_rank(basis, values), _low_rank(kept, t)
+    (values, u), (t, v) = _low_rank(basis, values), _low_rank(first, t)
     residual = u @ (values.unsqueeze(-1) * (u.mT @ v)) - v * t.unsqueeze(-2)
-    most = EXACT if basis.rest.dtype is None and kept.rest.dtype is None else ROUNDED
+    most = EXACT if basis.rest.dtype is None and first.rest.dtype is None else ROUNDED
     return bool((torch.linalg.matrix_norm(residual) <= most * t.norm(dim=-1)).all())
 
 
