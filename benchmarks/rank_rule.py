@@ -29,6 +29,7 @@ from torch import Tensor
 
 import common
 from limpet.forgetting.displacement import displacements
+from limpet.posterior.whole_parameters import whole_parameters
 from limpet.precision import Kronecker
 from limpet.precision.basis import Basis
 from limpet.precision.pencil import Damping, damped
@@ -118,7 +119,8 @@ def sides_of(options: argparse.Namespace) -> dict[str, Side]:
     bench = Bench(options, options.seed)
     memory = bench.memory(COMPLETE)
     held = {name: one for name, one in memory.posterior.held.items() if f".layers.{options.layer}." in f".{name}"}
-    moved = {one.block.name: sum(one.parts[1:], one.parts[0]) for one in displacements(bench.model, held)}
+    all_moved = displacements(whole_parameters(memory.posterior), held)
+    moved = {one.block.name: sum(one.parts[1:], one.parts[0]) for one in all_moved}
     blocks = {name: one.precision for name, one in held.items() if isinstance(one.precision, Kronecker)}
     same = same_factors({name: precision.inputs for name, precision in blocks.items()})
     found: dict[str, Side] = {}

@@ -1,23 +1,22 @@
-"""A sentence encoder learns three classification tasks in sequence: how much of the first is retained?
+"""A sentence encoder learns three classification tasks in sequence: how much of the first ones is retained?
 
     python -m benchmarks sentences --model M --reviews R.csv         # all runs that are still missing
-    python -m benchmarks sentences --draw                            # the table, from the stored results
+    python -m benchmarks sentences --draw                            # the tables, from the stored results
 
 Is a long review (IMDB) positive? Is a short one (Rotten Tomatoes)? Are the words of a text in their original order?
-Each task has two outputs of its own, and the whole network except its embeddings is trained, with AdamW: without
-protection, with a memory whose penalty has several strengths, and with `protect` as it is by default, which repairs the
-model after every task. Each run is recorded when it ends, so an interrupted command resumes
-with the next one.
+Every task has a head of its own, and the whole network except its embeddings is trained, with AdamW: without protection
+("plain"), with `memory.protect` as it is by default, which repairs the model after every task ("protect"), and with a
+penalty in the gradients ("penalty"). Each run is recorded when it ends, so an interrupted command resumes with the next
+one.
 M is a folder or a name on the hub; R has the columns text, label and source ("imdb" or "rotten_tomatoes").
 """
 
 from __future__ import annotations
 
 import csv
-import json
+import statistics
 import sys
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,18 +30,12 @@ import common
 import limpet
 from common import versions
 
-RESULTS = common.RESULTS / "sentences"
+RESULTS = common.RESULTS / "sentences" / "runs.jsonl"
 TASKS = ("imdb", "rotten_tomatoes", "order of words")
-RUNS: dict[str, float | str | None] = {  # name: how strongly the memory holds
-    "plain": None,
-    "protect": "auto",
-    'strength "auto"': "auto",
-    "strength 300": 300.0,
-    "strength 1000": 1000.0,
-}
-PENALTY = 'strength "auto"'  # the run whose memory chooses its strength, but adds a penalty to the gradients
-LENGTH, BATCH, LR = 48, 16, 1e-4
-MEASURED = 400  # examples of a task that its curvature is measured on
+RUNS = ("plain", "protect", "penalty")
+RATES = ("3e-5", "1e-4", "2e-4")
+LENGTH, BATCH = 48, 16
+MEASURED, PROBE = 200, 100  # examples of a task that its curvature and its drift are measured on
 Batch = dict[str, Tensor]
 
 
@@ -115,38 +108,43 @@ class Experiment:
         self.examples = train
 
     def fresh(self) -> Any:
-        """The encoder as it was published, with two new outputs for every task."""
+        """The encoder as it was published, with a new head for two classes."""
         torch.manual_seed(self.seed)
-        model = transformers.AutoModelForSequenceClassification.from_pretrained(self.source, num_labels=2 * len(TASKS))
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(self.source, num_labels=2)
         model.base_model.embeddings.requires_grad_(False)
         if self.blocks is not None:
             model.base_model.encoder.layer[: -self.blocks].requires_grad_(False)
         return model
 
-    def run(self, strength: float | str | None, epochs: int, mode: str = "auto") -> dict[str, Any]:
-        """The accuracy on every task after each one, learned with a memory of this strength or with none."""
-        model, memory = self.fresh(), None
-        if strength is not None:
-            memory = limpet.OnlineLaplace(model, strength=strength, prior_precision=1e-3, prior_mean="initial")
-        matrix, begin = [], time.perf_counter()
+    def run(self, what: str, rate: float, epochs: int) -> dict[str, Any]:
+        """The accuracy on every task after each one, and the drift of the earlier ones on their probes."""
+        model = self.fresh()
+        memory = None
+        if what != "plain":
+            memory = limpet.OnlineLaplace(model, strength="auto", prior_mean="initial", exclude=["classifier"])
+        heads: dict[str, dict[str, Tensor]] = {}
+        found: dict[str, Any] = {"accuracy": [], "drift": []}
+        begin = time.perf_counter()
         for name in self.tasks:
-            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=0.0)
-            with nullcontext() if memory is None else self._protected(memory, optimizer, name, mode):
+            model.classifier.reset_parameters()
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
+            with self._protected(memory, optimizer, what):
                 self._fit(model, optimizer, name, epochs)
-            matrix.append([self._accuracy(model, other) for other in self.tasks])
-            print(f"strength {strength}, after {name}: {matrix[-1]}", flush=True)
-            if memory is not None and name != self.tasks[-1]:
-                limit = min(self.examples, MEASURED)
-                memory.consolidate(self.train[name], limit=limit, examples=self.examples, forward=answers(name))
-        strengths = [task.curve.strength for task in memory.history.tasks] if memory and strength == "auto" else []
-        return {"accuracy": matrix, "strengths": strengths, "seconds": round(time.perf_counter() - begin)}
+            heads[name] = {key: tensor.clone() for key, tensor in model.classifier.state_dict().items()}
+            found["accuracy"].append([self._accuracy(model, other, head) for other, head in heads.items()])
+            if memory is not None:
+                found["drift"].append(round(float(memory.drift()), 4) if memory.probes else None)
+                if name != self.tasks[-1]:
+                    memory.consolidate(self.train[name], limit=MEASURED, examples=self.examples, probe=PROBE)
+            print(f"{what} at {rate}, after {name}: {found}", flush=True)
+        return found | {"seconds": round(time.perf_counter() - begin)}
 
-    def _protected(self, memory: limpet.Memory, optimizer: Any, name: str, mode: str) -> AbstractContextManager[Any]:
-        options: dict[str, Any] = {"examples": self.examples, "every": 4, "mode": mode}
-        if memory.tasks and mode == "auto" and memory.strength == "auto":
-            # the outputs of this task alone, which the recorded inputs would not tell
-            options |= {"batches": self.train[name], "repair": {"forward": answers(name)}}
-        return memory.protect(optimizer, **options)
+    def _protected(self, memory: limpet.Memory | None, optimizer: Any, what: str) -> AbstractContextManager[Any]:
+        if memory is None:
+            return nullcontext()
+        if what == "penalty":
+            return memory.protect(optimizer, examples=self.examples, mode="gradient", every=4)
+        return memory.protect(optimizer, examples=self.examples)
 
     def _fit(self, model: Any, optimizer: Any, name: str, epochs: int) -> None:
         model.train()
@@ -157,40 +155,51 @@ class Experiment:
         for _ in range(epochs):
             for i in torch.randperm(len(batches), generator=generator).tolist():
                 optimizer.zero_grad()
-                torch.autograd.backward(F.cross_entropy(outputs(model, batches[i], name), batches[i]["labels"]))
+                torch.autograd.backward(F.cross_entropy(outputs(model, batches[i]), batches[i]["labels"]))
                 optimizer.step()
                 rate.step()
 
     @torch.no_grad()
-    def _accuracy(self, model: Any, name: str) -> float:
+    def _accuracy(self, model: Any, name: str, head: dict[str, Tensor]) -> float:
+        """The accuracy on a task, through its own head."""
         model.eval()
+        current = {key: tensor.clone() for key, tensor in model.classifier.state_dict().items()}
+        model.classifier.load_state_dict(head)
         right = total = 0
         for batch in self.test[name]:
-            right += int((outputs(model, batch, name).argmax(1) == batch["labels"]).sum())
+            right += int((outputs(model, batch).argmax(1) == batch["labels"]).sum())
             total += len(batch["labels"])
+        model.classifier.load_state_dict(current)
         return round(100 * right / total, 2)
 
 
-def outputs(model: Any, batch: Batch, name: str) -> Tensor:
-    """The two outputs of a task."""
-    first = 2 * TASKS.index(name)
+def outputs(model: Any, batch: Batch) -> Tensor:
+    """The logits of a batch."""
     logits: Tensor = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
-    return logits[:, first : first + 2]
+    return logits
 
 
-def answers(name: str) -> Callable[[Any, Batch], tuple[Tensor, Tensor]]:
-    """What a memory asks of a batch: the outputs of a task, and the labels."""
-    return lambda model, batch: (outputs(model, batch, name), batch["labels"])
-
-
-def table(runs: dict[str, Any]) -> str:
-    """The accuracy after all tasks, and in brackets when the task had just been learned."""
-    lines = [f"| run | {' | '.join(TASKS)} | mean | seconds |", f"|{' --- |' * (len(TASKS) + 3)}"]
-    for name, run in runs.items():
-        matrix = run["accuracy"]
-        shown = " | ".join(f"{last:.1f} ({matrix[i][i]:.1f})" for i, last in enumerate(matrix[-1]))
-        lines.append(f"| {name} | {shown} | {sum(matrix[-1]) / len(TASKS):.1f} | {run['seconds']} |")
+def table(runs: list[dict[str, Any]], rate: str) -> str:
+    """The accuracy after all tasks, and in brackets when the task had just been learned: means over seeds."""
+    lines = [f"| run | {' | '.join(TASKS)} | largest loss | seconds | seeds |", f"|{' --- |' * (len(TASKS) + 4)}"]
+    for what in RUNS:
+        same = [run for run in runs if run["what"] == what and run["rate"] == rate]
+        if not same:
+            continue
+        cells = []
+        for number in range(len(TASKS)):
+            last, first = (statistics.mean(run["accuracy"][row][number] for run in same) for row in (-1, number))
+            cells.append(f"{last:.1f} ({first:.1f})")
+        cells.append(f"{max(map(largest_loss, same)):.1f}")
+        seconds = statistics.mean(run["seconds"] for run in same)
+        lines.append(f"| {what} | {' | '.join(cells)} | {seconds:.0f} | {len(same)} |")
     return "\n".join(lines)
+
+
+def largest_loss(run: dict[str, Any]) -> float:
+    """By how many points the accuracy on an earlier task fell at most, from when it was learned to the end."""
+    matrix = run["accuracy"]
+    return float(max(matrix[number][number] - last for number, last in enumerate(matrix[-1][:-1])))
 
 
 def main() -> None:
@@ -200,26 +209,25 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=800)
     parser.add_argument("--test", type=int, default=400)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=list(RUNS), help="these runs")
-    parser.add_argument("--out", type=Path, default=RESULTS / "runs.json")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rates", nargs="+", choices=RATES, default=RATES)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     options = common.parse(parser)
-    path: Path = options.out
-    record = json.loads(path.read_text()) if path.exists() else {"runs": {}}
-    if not options.draw:
-        setting = {name: getattr(options, name) for name in ("train", "test", "epochs", "seed")}
-        if record["runs"] and any(record[name] != value for name, value in setting.items()):
-            parser.error(f"{path} has runs of other sizes: name another file with --out, or remove it")
-        record = {"versions": versions("transformers"), **setting, "runs": record["runs"]}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        experiment = Experiment(options.model, options.reviews, options.train, options.test, seed=options.seed)
-        for name in options.only or RUNS:
-            if name not in record["runs"]:
-                mode = "gradient" if name == PENALTY else "auto"
-                record["runs"][name] = experiment.run(RUNS[name], options.epochs, mode)
-                path.write_text(json.dumps(record, indent=1) + "\n")
-    print(table(record["runs"]))
+    sizes = {name: getattr(options, name) for name in ("train", "test", "epochs")}
+    for seed in [] if options.draw else options.seeds:
+        done = {(p["seed"], p["rate"], p["what"]) for p in common.read_records(options.out)}
+        missing = [(rate, what) for rate in options.rates for what in options.runs if (seed, rate, what) not in done]
+        if not missing:
+            continue
+        experiment = Experiment(options.model, options.reviews, options.train, options.test, seed=seed)
+        for rate, what in missing:
+            found = experiment.run(what, float(rate), options.epochs)
+            record = {"seed": seed, "rate": rate, "what": what, **found, **sizes, "versions": versions("transformers")}
+            common.append_record(options.out, record)
+    for rate in RATES:
+        print(f"\n{rate}:\n\n{table(common.read_records(options.out), rate)}")
 
 
 if __name__ == "__main__":

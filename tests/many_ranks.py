@@ -10,6 +10,7 @@ many_ranks.py reload FOLDER      what `keep` kept, on another number of ranks, k
 many_ranks.py stoppable FOLDER replicated|sharded nobody|one|all
                                  a pass that is written down after every batch, in which somebody is killed
 many_ranks.py bytes FOLDER       what a rank keeps of a deep network, and the most it has while it consolidates
+many_ranks.py curves FOLDER      loss curves of a model in pieces: strength "auto" and smoothing
 many_ranks.py pass-sharded, train-sharded FOLDER    the same with models in pieces (fully_shard)
 """
 
@@ -101,6 +102,7 @@ def train(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None:
     runs: list[tuple[str, int, float | None]] = [("proximal", 1, None), ("proximal", 4, None)]
     runs += [("gradient", 1, None), ("gradient", 3, None)]
     runs += [("proximal", 1, 0.05), ("gradient", 1, 0.05)] if sharded else []
+    runs += [("repair", 1, None)]
     for mode, every, budget in runs:
         model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double()
         with torch.no_grad():
@@ -115,18 +117,64 @@ def train(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None:
         memory = limpet.OnlineLaplace(net, strength=4.0)
         memory.consolidate([(x[rank::size], y[rank::size])], probe=80, progress=False)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-        with memory.protect(optimizer, examples=80, mode=mode, every=every, budget=budget):
+        options: dict[str, Any] = {"mode": mode, "every": every, "budget": budget}
+        if mode == "repair":  # the ranks have different numbers of batches
+            new = x.flip(0)[rank::size].split(10 if rank else 3), y[rank::size].split(10 if rank else 3)
+            options |= {"batches": list(zip(*new, strict=True)), "repair": {"strength": 1.0}}
+        with memory.protect(optimizer, examples=80, **options) as protection:
             for step in range(50):
                 rows = torch.arange(8 * (step % 10), 8 * (step % 10) + 8)[rank::size]
                 optimizer.zero_grad()
                 F.cross_entropy(net(x.flip(0)[rows]), y[rows]).backward()
                 optimizer.step()
         tensors = {name: whole(p) for name, p in model.named_parameters()}
+        if protection.repair is not None:
+            loss = protection.repair.measured().loss
+            tensors["new loss"] = torch.tensor(loss, dtype=torch.float64)
         tensors["forecast"] = torch.tensor(memory.forecast().quadratic, dtype=torch.float64)
         if sharded or size == 1:  # of all examples, in another order; every replica has a probe of its own
             tensors["drift"] = torch.tensor(float(memory.drift()), dtype=torch.float64)
         if rank == 0:
             save_file(tensors, folder / f"{mode}-{every}-{budget}.safetensors")
+
+
+def curves(folder: Path, rank: int, size: int) -> None:
+    """Two tasks with strength "auto": all labels occur, one never does, and with smoothing.
+
+    The sizes are such that the curves are measured on the same examples, whatever the number of ranks.
+    """
+    tensors = {}
+    for name, labels, rows, size_of_batch in (("auto", 3, 96, 4), ("unseen", 2, 2816, 16), ("smoothing", 3, 96, 8)):
+        torch.manual_seed(0)
+        model = is_sharded(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double(), size)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 2.0)
+        memory = limpet.OnlineLaplace(model, strength="auto", fisher="exact", smoothing=0.01 * (name == "smoothing"))
+        for task in range(2):
+            x = torch.randn(rows, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(task))
+            y = torch.arange(rows) % labels
+            batches = list(zip(x.split(size_of_batch), y.split(size_of_batch), strict=True))
+            # with smoothing all rows of a batch are measured at the same weights, so the ranks divide every batch
+            divided = [(a[rank::size], b[rank::size]) for a, b in batches]
+            memory.consolidate(divided if name == "smoothing" else batches[rank::size], progress=False)
+        for number, record in enumerate(memory.history.tasks):
+            for kind, curve in (("loss", record.curve), ("coherent", record.coherent)):
+                if (name, kind) == ("smoothing", "coherent"):
+                    continue  # it depends on which rows are in a batch
+                assert curve is not None
+                assert (name == "unseen") == (record.curve == record.coherent)
+                points = [*curve.predicted, *curve.measured]
+                tensors[f"{name}/{number}/{kind}"] = torch.tensor(points, dtype=torch.float64)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        fresh = memory.forecast(batches[rank::size], curvature="fresh")
+        found = [float(fresh), *(value for _, value in sorted(fresh.blocks.items()))]
+        tensors[f"{name}/fresh"] = torch.tensor(found, dtype=torch.float64)
+        assert all(bool((whole(p.grad) == 2).all()) and p.requires_grad for p in model.parameters())
+        memory.save(folder / f"{name}.safetensors")
+    if rank == 0:
+        save_file(tensors, folder / "curves.safetensors")
 
 
 def transformer(size: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -328,6 +376,7 @@ def main() -> None:
         "reload": lambda: reload(Path(rest[0]), rank, size),
         "pass-sharded": lambda: passes(Path(rest[0]), rank, size, sharded=True),
         "train-sharded": lambda: train(Path(rest[0]), rank, size, sharded=True),
+        "curves": lambda: curves(Path(rest[0]), rank, size),
         "wrong": lambda: wrong(rank),
         "callback": lambda: callback(Path(rest[0]), rank, size),
         "reduced": lambda: reduced(rank),

@@ -20,6 +20,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "gradient": {"mode": "gradient"},
     "every 3": {"mode": "gradient", "every": 3},
     "budget": {"mode": "gradient", "budget": 0.0005},
+    "repair": {"mode": "repair", "repair": {"strength": 1.0}},
+    "repair to a budget": {"mode": "repair", "budget": 0.0006},
+    "recorded": {"mode": "repair", "repair": {"budget": 0.0006, "tolerance": "auto"}},
 }
 
 
@@ -62,10 +65,22 @@ def adapted(size: int) -> Any:
 
 def make(folder: Path, rank: int, size: int) -> None:
     """A memory that is made of the model with adapters, in pieces."""
-    memory = limpet.OnlineLaplace(adapted(size), prior_mean="initial")
+    memory = limpet.OnlineLaplace(adapted(size), strength="auto", prior_mean="initial")
     own = rows(1, 32)[rank::size].split(4)
     memory.consolidate([{"input_ids": part, "labels": part} for part in own], progress=False)
     memory.save(folder / f"made {size}.safetensors")
+
+
+def repaired(repair: Any, model: nn.Module) -> dict[str, float]:
+    """What a repair measures, and that it can be undone and done again."""
+    before, after = repair.compared()
+    here = {name: whole(p) for name, p in model.named_parameters()}
+    strength = repair.strength
+    repair.undo()
+    assert repair.measured() == before
+    repair.at(strength)
+    assert all(torch.equal(whole(p), here[name]) for name, p in model.named_parameters())
+    return {"strength": strength, "tuned": before.drift, "new loss": after.loss, "tuned loss": before.loss}
 
 
 def run(folder: Path, rank: int, size: int) -> None:
@@ -81,6 +96,9 @@ def run(folder: Path, rank: int, size: int) -> None:
             found = {"drift before": float(memory.drift()), "forecast before": float(memory.forecast())}
             assert torch.equal(model(input_ids=new).logits, outputs)  # the root keeps what it has gathered
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
+        if name.startswith("repair"):  # all rows; one rank has more batches than another
+            parts = new[rank::size].split(2 if rank else 1)
+            options = options | {"batches": [{"input_ids": part, "labels": part} for part in parts]}
         with memory.protect(optimizer, examples=112, **options) as protection:
             for step in range(12):
                 own = new[(torch.arange(4) + 4 * step) % 16][rank::size]
@@ -88,8 +106,10 @@ def run(folder: Path, rank: int, size: int) -> None:
                 torch.autograd.backward(model(input_ids=own, labels=own).loss)
                 optimizer.step()
             found["reached"] = len(protection.binding.reached)
-            if "budget" in options:
+            if name == "budget":
                 found["penalty"] = protection.penalty()
+        if protection.repair is not None:
+            found |= repaired(protection.repair, model)
         found |= {"drift": float(memory.drift()), "forecast": float(memory.forecast())}
         found["quadratic"] = memory.forecast().quadratic
         found["penalised"] = protection.summary().penalised

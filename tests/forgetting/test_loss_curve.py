@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 import itertools
 import math
 from pathlib import Path
@@ -20,7 +21,7 @@ from limpet.forgetting.loss_curve import EXPECTED, KEPT, MARGIN, Curve, TaskHist
 from limpet.forgetting.loss_probe import SURE, LossProbe
 from limpet.forgetting.measurement import LEAST, RISES, along_gradient, measure, step_for_rise
 from limpet.likelihoods import Categorical
-from limpet.posterior.perturbation import block_perturbations, by_parameter
+from limpet.posterior.perturbation import block_perturbations, by_parameter, displacer_of, numbered
 from reference import dense_fisher
 from reference import measure as measured_fisher
 from states import changed
@@ -109,9 +110,8 @@ def test_points_are_the_dense_quadratic_and_the_loss_at_the_pushed_weights(struc
     seen = len(rows)  # so few examples that all are looked at
     expected = []
     for number, rise in enumerate(RISES):
-        step = step_for_rise(blocks, rise * len(x))
-        generator = torch.Generator().manual_seed((5 << 20) + number)
-        pushes = [block.push(step, generator)[0] for block in blocks]
+        step = step_for_rise(blocks, displacer_of(memory.posterior, blocks), rise * len(x))
+        pushes = [block.push(step, numbered(5, number, block.block))[0] for block in blocks]
         quadratic = 0.0
         for held, z in zip(memory.posterior.held.values(), pushes, strict=True):
             flat = z.flatten().double()
@@ -186,13 +186,13 @@ def test_the_way_to_new_labels_is_the_inverse_of_the_dense_precision(structure: 
     for (name, _), part in zip(model.named_parameters(), wanted, strict=True):
         assert torch.allclose(gradient[name], part)
     blocks = block_perturbations(memory.posterior, fisher)
-    solved = []
+    displacer, solved = displacer_of(memory.posterior, blocks), []
     for held in memory.posterior.held.values():
         precision = held.precision.eigenbasis if structure == "kronecker-sum" else held.precision  # type: ignore[attr-defined]
         flat = held.block.gather(gradient).flatten()
         solved.append(torch.linalg.solve(precision.dense().double(), flat).reshape(held.block.shape))
     before = 0.0
-    for rise, (pushed, _) in zip(RISES, along_gradient(blocks, gradient, len(x)), strict=True):
+    for rise, (pushed, _) in zip(RISES, along_gradient(blocks, displacer, gradient, len(x)), strict=True):
         for z, direction in zip(pushed, solved, strict=True):
             assert torch.allclose(z / z.norm(), direction / direction.norm(), atol=1e-5)
         assert sum(b.rise(z) for b, z in zip(blocks, pushed, strict=True)) / len(x) == pytest.approx(rise)
@@ -235,10 +235,13 @@ def test_new_labels_make_an_automatic_strength_hold_harder() -> None:
         closed[2].bias.copy_(model[2].bias[:3])
     strengths = []
     for network in (model, closed):
-        memory = limpet.OnlineLaplace(network, strength="auto")
-        memory.consolidate([(x, y)])
-        strengths.append(memory.history.tasks[0].curve.strength)
-    assert strengths[0] > 3 * strengths[1]
+        found = []
+        for seed in range(8):  # random displacements of a network this small vary a lot
+            memory = limpet.OnlineLaplace(network, strength="auto", seed=seed)
+            memory.consolidate([(x, y)])
+            found.append(memory.history.tasks[0].curve.strength)
+        strengths.append(statistics.median(found))
+    assert strengths[0] > 2 * strengths[1]
 
 
 def test_data_without_targets_take_the_models_own() -> None:

@@ -104,6 +104,7 @@ def test_smoothing_sees_the_loss_rise_that_a_saturated_mode_does_not() -> None:
     """A network far too sure of itself has next to no curvature; around the mode there is some."""
     torch.manual_seed(0)
     x = torch.randn(200, 4)
+    x[:, 0] += 0.1 * x[:, 0].sign()  # no example is near the boundary
     y = (x[:, 0] > 0).long()
     model = nn.Linear(4, 2)
     with torch.no_grad():
@@ -114,7 +115,7 @@ def test_smoothing_sees_the_loss_rise_that_a_saturated_mode_does_not() -> None:
         memory = limpet.OnlineLaplace(model, smoothing=smoothing)
         memory.consolidate([(x[i : i + 20], y[i : i + 20]) for i in range(0, 200, 20)])
         traces.append(sum(float(held.precision.fisher().trace()) for held in memory.posterior.held.values()))
-    assert traces[1] > 1.2 * traces[0]
+    assert traces[1] > 10 * traces[0]  # 35 to 170 times with other seeds
 
 
 def test_the_weights_are_the_same_tensors_afterwards_also_after_an_error() -> None:

@@ -19,7 +19,7 @@ from limpet.curvature.batch_step import StepOptions
 from limpet.curvature.ddp import reduce_counts
 from limpet.curvature.fisher_pass import NOTHING, Displacement, FisherPass
 from limpet.curvature.structure import Structure
-from limpet.distributed import Ranks
+from limpet.distributed import Ranks, reshard
 from limpet.errors import CurvatureError
 from limpet.likelihoods import Likelihood, as_tensors
 from limpet.model.batch import batch_size, call, part
@@ -85,6 +85,13 @@ class ShardedPass(FisherPass):
                 filler = self._from(having[0], found)
             yield (NOTHING, filler) if found is None else found
             self.rounds += 1
+
+    def _displaced(self, number: int) -> Mapping[str, Tensor]:
+        """Displacement of a round: all ranks run the model at the same weights."""
+        if self.displacement is None:
+            return {}
+        reshard(self.model)  # what it gathered has the displacement of the round before
+        return self.displacement(self.rounds)
 
     def _from(self, rank: int, found: tuple[int, Any] | None) -> Any:
         """Broadcast the first example of one rank's batch to all ranks."""

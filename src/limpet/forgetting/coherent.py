@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from limpet.errors import UnsupportedError
 from limpet.forgetting.loss_curve import Curve
 from limpet.forgetting.loss_probe import LossProbe
+from limpet.posterior.displacer import Displacer
 from limpet.posterior.perturbation import BlockPerturbation, by_parameter
 
 RISES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
@@ -28,11 +28,14 @@ RISES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 
 
 @torch.no_grad()
-def coherent_curve(blocks: Sequence[BlockPerturbation], probe: LossProbe, examples: int, scale: float) -> Curve | None:
+def coherent_curve(
+    blocks: Sequence[BlockPerturbation], displacer: Displacer, probe: LossProbe, examples: int, scale: float
+) -> Curve | None:
     """Measure the drift along a coherent direction.
 
     Args:
         blocks: The blocks to displace.
+        displacer: Brings the displacements to the weights.
         probe: The examples to measure on.
         examples: Number of examples that the Fisher of the blocks sums over.
         scale: Factor that converts the likelihood's units to nats.
@@ -40,23 +43,22 @@ def coherent_curve(blocks: Sequence[BlockPerturbation], probe: LossProbe, exampl
     Returns:
         The curve; None if the likelihood defines no divergence, or the gradient is zero.
     """
-    names = [name for block in blocks for name in block.block.parameters]
     if math.isnan(probe.loss({})):  # none of these examples has a target
         return None
-    try:
-        probe.record_outputs()
-    except UnsupportedError:
+    if not probe.record_outputs():
         return None
-    gradient = probe.gradient(names, rolled)
-    predicted, direction = 0.0, dict[str, Tensor]()
+    gradient = dict(displacer.gathered(probe.gradient(displacer.names, rolled)))
+    predicted, signs_of = 0.0, dict[str, Tensor]()
     for block in blocks:
         own = {name: gradient.pop(name) for name in block.block.parameters}  # dropped, because all are a model's size
         signs = -block.block.gather(own).sign()
         predicted += block.rise(signs) / examples
-        direction.update(by_parameter([block], [signs]))
+        signs_of.update(by_parameter([block], [signs]))
+    predicted = displacer.total(predicted)
     if not (predicted > 0 and math.isfinite(predicted)):
         return None
-    points, scaled_by = [], 1.0
+    direction, points, scaled_by = displacer.scattered(signs_of), [], 1.0
+    del signs_of
     for rise in RISES:
         step = math.sqrt(rise / predicted)
         drifts = []

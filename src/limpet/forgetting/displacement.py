@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from limpet.model import PER_SAMPLE, Block, named_parameters
-from limpet.model.adapters import adapted_parameters
+from limpet.model import PER_SAMPLE, Block
 from limpet.model.low_rank import LowRank
 from limpet.posterior import BlockPosterior
+from limpet.posterior.whole_parameters import WholeParameters
 from limpet.precision.pencil import truncated
 
 
@@ -81,21 +81,20 @@ class Displacement:
 
 
 @torch.no_grad()
-def displacements(model: nn.Module, held: Mapping[str, BlockPosterior]) -> Iterator[Displacement]:
+def displacements(whole: WholeParameters, held: Mapping[str, BlockPosterior]) -> Iterator[Displacement]:
     """Iterate over the blocks that training has moved.
 
     A weight that equals the mean when the mean is cast to its dtype has not moved, nor has one whose adapters are zero.
 
     Args:
-        model: The model.
+        whole: The parameters of the blocks.
         held: The posteriors of the blocks, by name.
 
     Yields:
         The displacement of each block that has moved.
     """
-    parameters, adapted = named_parameters(model), adapted_parameters(model)
     for one in held.values():
-        found = _displacement(one, [parameters[name] for name in one.block.parameters], adapted)
+        found = _displacement(one, [whole.parameters[name] for name in one.block.parameters], whole.adapted)
         if found is not None:
             yield found
 

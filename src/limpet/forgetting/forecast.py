@@ -22,6 +22,7 @@ from limpet.forgetting.loss_curve import TaskHistory
 from limpet.forgetting.loss_probe import LossProbe
 from limpet.model import named_parameters, perturbed, preserve_state
 from limpet.posterior import Posterior
+from limpet.posterior.displacer import Displacer
 
 
 class Forecast(float):
@@ -116,7 +117,8 @@ def fresh_forecast(posterior: Posterior, one_pass: FisherPass, batches: Iterable
     Returns:
         The forecast, with the contribution of every block. Its `tasks` is empty.
     """
-    data, way = list(batches), posterior.way_to_the_mean()
+    data, own = list(batches), posterior.way_to_the_mean()
+    way = Displacer(posterior, own).scattered(own)
     with perturbed(named_parameters(posterior.model), way):
         fisher = one_pass.run(data, progress=False)
     probe = LossProbe(posterior.model, data, one_pass.likelihood, one_pass.forward, one_pass.seed)
@@ -129,4 +131,6 @@ def fresh_forecast(posterior: Posterior, one_pass: FisherPass, batches: Iterable
             d = held.displacement(weights)
             terms = fisher.terms.get(name, ())
             quadratics[name] = sum(float((d * term.apply(d)).sum()) for term in terms) / (2 * fisher.examples)
+    if posterior.sharding is not None:
+        quadratics = {name: q for some in posterior.sharding.ranks.gather(quadratics) for name, q in some.items()}
     return Forecast(rise, quadratics, [])

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from limpet.distributed import current
+from limpet.distributed import current, is_sharded, reshard
+from limpet.errors import UnsupportedError
 from limpet.likelihoods import Likelihood
-from limpet.model import Forward, call, named_parameters, perturbed, prepared, trainable
+from limpet.model import Forward, call, named_parameters, part, perturbed, prepared, trainable
+from limpet.model.batch import batch_size
+from limpet.model.context import without_gradients
+from limpet.model.unsharded import UnshardedParameters
 
 SURE = 20
 """Mean count per label from which a label that does not occur is considered absent from the task, not just rare."""
@@ -20,11 +25,13 @@ SURE = 20
 class LossProbe:
     """The loss on a fixed set of examples, at weights displaced from those of the model.
 
-    It does not preserve buffers, modes or random states: wrap its use in `limpet.model.preserve_state`.
+    It does not preserve buffers, modes or random states: wrap its use in `limpet.model.preserve_state`. For a sharded
+    model (FSDP2), whose forward pass is a collective, `loss` is one, too: all ranks run as many batches as the rank
+    with the most.
 
     Args:
         model: The model.
-        batches: The examples.
+        batches: The examples; of several ranks, those of this rank.
         likelihood: The likelihood of the outputs.
         forward: Function forward(model, batch) -> (outputs, targets), or None for the default.
         seed: Seed for targets that are sampled from the model.
@@ -34,13 +41,46 @@ class LossProbe:
         self, model: nn.Module, batches: Iterable[Any], likelihood: Likelihood, forward: Forward | None, seed: int
     ) -> None:
         self.model, self.likelihood, self.forward = model, likelihood, forward
+        reshard(model)
         self.parameters = named_parameters(model)
         device = next(iter(self.parameters.values())).device
         self.generator = torch.Generator(device).manual_seed(seed)
         self.batches = [prepared(batch, device) for batch in batches]
+        self.sharded = any(map(is_sharded, self.parameters.values()))
+        self.fillers = self._fillers()
         self.targets: list[Any] = []
         self.labels: Tensor | None = None  # count of each label
         self.before: list[tuple[dict[str, Tensor], int]] = []  # outputs to compare with, and how many count
+
+    def _fillers(self) -> list[Any]:
+        """Batches that this rank runs in addition to its own and does not count, because others have more."""
+        ranks = current()
+        if ranks is None or not self.sharded:
+            return []
+        counts = ranks.gather(len(self.batches))
+        most, least = max(counts), min(counts)
+        if most == least:
+            return []
+        source, sent = counts.index(most), None
+        if ranks.rank == source:
+            first = self.batches[0]
+            sent = part(first, slice(0, 1)) if batch_size(first) else first
+        device = next(iter(self.parameters.values())).device
+        return [prepared(ranks.broadcast(sent, source), device)] * (most - len(self.batches))
+
+    def _run_fillers(self) -> None:
+        for filler in self.fillers:
+            call(self.model, filler, self.forward)
+
+    @contextmanager
+    def _displaced(self, displacement: Mapping[str, Tensor]) -> Iterator[None]:
+        """Run the body at displaced weights. A sharded model forgets what it gathered before and after it."""
+        try:
+            reshard(self.model)
+            with perturbed(self.parameters, displacement):
+                yield
+        finally:
+            reshard(self.model)
 
     @torch.no_grad()
     def loss(self, displacement: Mapping[str, Tensor]) -> float:
@@ -55,7 +95,7 @@ class LossProbe:
             The mean loss over the examples of all ranks; nan if there are no targets.
         """
         total, count = 0.0, 0.0
-        with perturbed(self.parameters, displacement):
+        with self._displaced(displacement):
             for number, batch in enumerate(self.batches):
                 outputs, targets = call(self.model, batch, self.forward)
                 if number == len(self.targets):
@@ -63,6 +103,7 @@ class LossProbe:
                 targets = self.targets[number]
                 total += float(self.likelihood.negative_log_likelihood(outputs, targets))
                 count += self.likelihood.count(outputs, targets)
+            self._run_fillers()
         ranks = current()
         if ranks is not None:
             total, count = ranks.numbers(total, count)
@@ -103,8 +144,11 @@ class LossProbe:
             relabel: Function from the targets of a batch to those to use.
 
         Returns:
-            The gradient, summed over the examples of all ranks, by parameter name.
+            The gradient, summed over the examples of all ranks, by parameter name. Of a sharded model, the shards of
+            a multiple of it.
         """
+        if self.sharded:
+            return self._sharded_gradient(names, relabel)
         wanted = [self.parameters[name] for name in names]
         gradients: list[Tensor | None] = [None] * len(wanted)
         for batch, targets in zip(self.batches, self.targets, strict=True):
@@ -112,23 +156,50 @@ class LossProbe:
                 outputs, _ = call(self.model, batch, self.forward)
                 loss = self.likelihood.loss(outputs, relabel(targets))
                 found = torch.autograd.grad(loss, wanted, allow_unused=True)
-            for i, part in enumerate(found):
-                part = part.to_dense() if part is not None and part.is_sparse else part
+            for i, added in enumerate(found):
+                added = added.to_dense() if added is not None and added.is_sparse else added
                 before = gradients[i]
-                gradients[i] = part if before is None else before if part is None else before + part
+                gradients[i] = added if before is None else before if added is None else before + added
         each = zip(names, wanted, gradients, strict=True)
         total = {name: torch.zeros_like(p) if gradient is None else gradient for name, p, gradient in each}
         ranks = current()
         return total if ranks is None else ranks.sum(total)
 
-    def record_outputs(self) -> None:
-        """Keep the present outputs for `drift` to compare with. Requires a previous call of `loss`."""
-        self.before = []
+    def _sharded_gradient(self, names: Sequence[str], relabel: Callable[[Any], Any]) -> dict[str, Tensor]:
+        """Let `fully_shard` reduce the gradient as in training, where it divides by a number of its own."""
+        live, found = UnshardedParameters(self.model), dict[str, Tensor]()
+        with without_gradients(self.model), live.watched(trainable=names), torch.enable_grad():
+            for batch, targets in zip(self.batches, self.targets, strict=True):
+                outputs, _ = call(self.model, batch, self.forward)
+                torch.autograd.backward(self.likelihood.loss(outputs, relabel(targets)))
+            for filler in self.fillers:
+                outputs, targets = call(self.model, filler, self.forward)
+                targets = self.likelihood.sample(outputs, self.generator) if targets is None else targets
+                torch.autograd.backward(0.0 * self.likelihood.loss(outputs, targets))
+            for name in names:
+                parameter = self.parameters[name]
+                found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+        return found
+
+    def record_outputs(self) -> bool:
+        """Keep the present outputs for `drift` to compare with. Requires a previous call of `loss`.
+
+        Returns:
+            Whether the likelihood defines a divergence of the outputs, on all ranks.
+        """
+        self.before, defined = [], True
         with torch.no_grad():
             for batch, targets in zip(self.batches, self.targets, strict=True):
                 outputs, _ = call(self.model, batch, self.forward)
-                summary = self.likelihood.summary(outputs, targets, self.generator)
-                self.before.append((summary, self.likelihood.count(outputs, targets)))
+                try:
+                    summary = self.likelihood.summary(outputs, targets, self.generator)
+                except UnsupportedError:
+                    defined = False
+                else:
+                    self.before.append((summary, self.likelihood.count(outputs, targets)))
+            self._run_fillers()
+        ranks = current()
+        return defined if ranks is None else all(ranks.gather(defined))
 
     @torch.no_grad()
     def drift(self, displacement: Mapping[str, Tensor]) -> float:
@@ -141,10 +212,11 @@ class LossProbe:
             The mean over the examples (or predictions) of all ranks.
         """
         total = 0.0
-        with perturbed(self.parameters, displacement):
+        with self._displaced(displacement):
             for batch, (summary, _) in zip(self.batches, self.before, strict=True):
                 outputs, _ = call(self.model, batch, self.forward)
                 total += float(self.likelihood.divergence(summary, outputs).double().sum())
+            self._run_fillers()
         ranks, count = current(), float(sum(count for _, count in self.before))
         if ranks is not None:
             total, count = ranks.numbers(total, count)

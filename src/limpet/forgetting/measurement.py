@@ -36,7 +36,8 @@ from limpet.forgetting.loss_probe import LossProbe
 from limpet.likelihoods import Likelihood
 from limpet.model import Forward, preserve_state
 from limpet.posterior import Posterior
-from limpet.posterior.perturbation import BlockPerturbation, block_perturbations, by_parameter, numbered
+from limpet.posterior.displacer import Displacer
+from limpet.posterior.perturbation import BlockPerturbation, block_perturbations, by_parameter, displacer_of, numbered
 from limpet.precision.linalg import bisected
 
 RISES = (0.002, 0.006, 0.02, 0.06, 0.2)
@@ -80,7 +81,7 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
         The curves; empty if there is nothing to measure.
     """
     blocks = block_perturbations(posterior, fisher)
-    ranks = current()
+    displacer, ranks = displacer_of(posterior, blocks), current()
     # a backward pass costs as much as two forward passes
     rows = round(SHARE * fisher.rows * (1 + 2 * fisher.roots) / (2 * len(RISES) + 1))
 
@@ -89,32 +90,33 @@ def measure(posterior: Posterior, fisher: Fisher, likelihood: Likelihood, forwar
         return LossProbe(posterior.model, fisher.first.take(share), likelihood, forward, seed)
 
     probe = probe_of(max(rows, needed_rows(LEAST, fisher)))
-    if not blocks or not (probe.batches or ranks):
+    if not displacer or not (probe.batches or ranks):
         return Curves()
     points = []
     with preserve_state(posterior.model):
         start = probe.loss({})
         if math.isnan(start):  # none of these examples has a target
             return Curves()
-        gradient = probe.towards_unseen([name for block in blocks for name in block.block.parameters])
+        gradient = probe.towards_unseen(displacer.names)
         if gradient is None:
-            tasks = max(held.tasks for held in posterior.held.values())
-            pushes = random_directions(blocks, fisher.examples * tasks, seed)
+            tasks = displacer.largest(max((held.tasks for held in posterior.held.values()), default=0))
+            pushes = random_directions(blocks, displacer, round(fisher.examples * tasks), seed)
         else:
-            pushes = along_gradient(blocks, gradient, fisher.examples)
+            pushes = along_gradient(blocks, displacer, displacer.gathered(gradient), fisher.examples)
         for pushed, rise in pushes:
-            losses = [probe.loss(by_parameter(blocks, pushed))]
+            displacement = displacer.scattered(by_parameter(blocks, pushed))
+            losses = [probe.loss(displacement)]
             if gradient is None:
-                for z in pushed:  # in place, because a displacement is as large as the model
+                for z in displacement.values():  # in place, because a displacement is as large as the model
                     z.neg_()
-                losses.append(probe.loss(by_parameter(blocks, pushed)))
-            del pushed  # before the next one is drawn
+                losses.append(probe.loss(displacement))
+            del pushed, displacement  # before the next one is drawn
             points.append((rise / fisher.examples, fisher.loss_scale * (sum(losses) / len(losses) - start)))
         curve = Curve.through(points)
         if gradient is not None:  # the direction is known, and was measured
             return Curves(curve, curve)
         fewer = probe_of(max(rows // DRIFT_PART, needed_rows(DRIFT_LEAST, fisher)))
-        return Curves(curve, coherent_curve(blocks, fewer, fisher.examples, fisher.loss_scale))
+        return Curves(curve, coherent_curve(blocks, displacer, fewer, fisher.examples, fisher.loss_scale))
 
 
 def needed_rows(examples: int, fisher: Fisher) -> int:
@@ -134,11 +136,14 @@ Push = tuple[list[Tensor], float]
 """A displacement of every block, and the predicted increase of the loss, summed over examples."""
 
 
-def random_directions(blocks: Sequence[BlockPerturbation], examples: int, seed: int) -> Iterator[Push]:
+def random_directions(
+    blocks: Sequence[BlockPerturbation], displacer: Displacer, examples: int, seed: int
+) -> Iterator[Push]:
     """Draw a random displacement for every predicted increase in `RISES`.
 
     Args:
         blocks: The blocks to displace.
+        displacer: Sums over the blocks of all ranks.
         examples: Number of examples that the Fisher of all tasks sums over.
         seed: Seed of the noise.
 
@@ -146,26 +151,21 @@ def random_directions(blocks: Sequence[BlockPerturbation], examples: int, seed: 
         The displacement for one predicted increase, by block, and what it is predicted to increase the loss by.
     """
     for number, rise in enumerate(RISES):
-        step = step_for_rise(blocks, rise * examples)
-        generator = numbered(seed, number)
-        yield _pushed(blocks, step, generator)
+        step = step_for_rise(blocks, displacer, rise * examples)
+        drawn = [block.push(step, numbered(seed, number, block.block)) for block in blocks]
+        yield [z for z, _ in drawn], displacer.total(sum(rise for _, rise in drawn))
         if not step:
             break  # the noise is undamped already: larger increases are out of reach
 
 
-def _pushed(blocks: Sequence[BlockPerturbation], step: float, generator: torch.Generator) -> Push:
-    """Push every block."""
-    pushed, rises = zip(*(block.push(step, generator) for block in blocks), strict=True)
-    return list(pushed), sum(rises)
-
-
 def along_gradient(
-    blocks: Sequence[BlockPerturbation], gradient: Mapping[str, Tensor], examples: int
+    blocks: Sequence[BlockPerturbation], displacer: Displacer, gradient: Mapping[str, Tensor], examples: int
 ) -> Iterator[Push]:
     """Scale the direction L^-1 gradient to every predicted increase in `RISES`.
 
     Args:
         blocks: The blocks to displace.
+        displacer: Sums over the blocks of all ranks.
         gradient: The gradient to follow, by parameter name.
         examples: Number of examples of the task.
 
@@ -173,17 +173,18 @@ def along_gradient(
         The displacement for one predicted increase, by block, and that increase.
     """
     direction = [block.followed(gradient) for block in blocks]
-    predicted = sum(block.rise(z) for block, z in zip(blocks, direction, strict=True)) / examples
+    predicted = displacer.total(sum(block.rise(z) for block, z in zip(blocks, direction, strict=True))) / examples
     if predicted > 0 and math.isfinite(predicted):
         for rise in RISES:
             yield [math.sqrt(rise / predicted) * z for z in direction], rise * examples
 
 
-def step_for_rise(blocks: Sequence[BlockPerturbation], rise: float) -> float:
+def step_for_rise(blocks: Sequence[BlockPerturbation], displacer: Displacer, rise: float) -> float:
     """Find the step s at which noise is expected to increase the loss of all tasks by a given amount.
 
     Args:
         blocks: The blocks to displace.
+        displacer: Sums over the blocks of all ranks.
         rise: The expected increase, summed over examples.
 
     Returns:
@@ -191,7 +192,7 @@ def step_for_rise(blocks: Sequence[BlockPerturbation], rise: float) -> float:
     """
 
     def expected(step: float) -> float:
-        return sum(2 * block.square * block.spectrum.expected_rise(step) for block in blocks)
+        return displacer.total(sum(2 * block.square * block.spectrum.expected_rise(step) for block in blocks))
 
     if expected(0.0) <= rise:
         return 0.0

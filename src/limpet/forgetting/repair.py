@@ -31,6 +31,7 @@ from limpet.forgetting.drift import Drift
 from limpet.model import Block
 from limpet.posterior import BlockPosterior, Posterior
 from limpet.posterior.summary import aligned
+from limpet.posterior.whole_parameters import WholeParameters, whole_parameters
 from limpet.precision.linalg import bisected, falls_to
 from limpet.precision.pencil import Pencil
 from limpet.precision.pencils import pencil
@@ -101,7 +102,9 @@ class Repair:
     keeps the matrix decompositions and a copy of the tuned weights in memory, so delete it when you are done.
 
     Args:
-        paths: The displacement and the closed-form path of every block to repair.
+        paths: The displacement and the closed-form path of every block to repair. In a sharded model, every rank has
+            those of the blocks that it owns, and all methods are collectives.
+        whole: The parameters of these blocks.
         measures: Functions that measure the model at its current weights.
         weight: Factor applied to every strength: the fraction of the new data that the Fisher was estimated on.
         rank: Truncate adapters to this rank if it is smaller than their own; None keeps their rank.
@@ -113,15 +116,21 @@ class Repair:
     """
 
     def __init__(
-        self, paths: Sequence[tuple[Displacement, Pencil]], measures: Measures, *, weight: float, rank: int | None
+        self,
+        paths: Sequence[tuple[Displacement, Pencil]],
+        whole: WholeParameters,
+        measures: Measures,
+        *,
+        weight: float,
+        rank: int | None,
     ) -> None:
-        self._paths, self._measures, self._weight, self._rank = paths, measures, weight, rank
+        self._paths, self._whole, self._measures, self._weight, self._rank = paths, whole, measures, weight, rank
         self._tuned = {p: p.detach().clone() for moved, _ in paths for p in moved.changed}
         self.strength, self.scale, self.mark = 0.0, 1.0, RepairMark()
 
     @property
     def blocks(self) -> list[str]:
-        """Names of the repaired blocks."""
+        """Names of the repaired blocks; in a sharded model, those that this rank owns."""
         return [moved.block.name for moved, _ in self._paths]
 
     @torch.no_grad()
@@ -147,10 +156,9 @@ class Repair:
         else:
             for moved, path in self._paths:
                 values.update(self._values(moved, path, strength * self._weight, scale))
-            if not all(bool(torch.isfinite(value).all()) for value in values.values()):
+            if self._whole.anywhere(not all(bool(torch.isfinite(value).all()) for value in values.values())):
                 raise LimpetError("the repaired weights contain inf or nan: check the curvature for inf or nan")
-        for parameter, value in values.items():
-            parameter.copy_(value)
+        self._whole.write(values)
         self.strength, self.scale, self.mark.repaired = strength, scale, strength > 0
         return self
 
@@ -381,8 +389,8 @@ def solve(
     Raises:
         UnsupportedError: If a block stores tasks that were consolidated with different strengths.
     """
-    held = _by_measurement(posterior, fisher)
-    moved = list(displacements(posterior.model, held))
+    held, whole = _by_measurement(posterior, fisher), whole_parameters(posterior)
+    moved = list(displacements(whole, held))
     # blocks without old curvature do not affect the old data, wherever they move
     moved = [one for one in moved if bool(one.held.precision.fisher().trace() > 0)]
     unseen = [one.block.name for one in moved if not _seen(fisher, one.block)]
@@ -401,7 +409,7 @@ def solve(
             bar.update(1)
     finally:
         bar.close()
-    return Repair(paths, measures, weight=weight, rank=rank)
+    return Repair(paths, whole, measures, weight=weight, rank=rank)
 
 
 def _seen(fisher: Fisher, block: Block) -> bool:

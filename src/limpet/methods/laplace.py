@@ -42,7 +42,6 @@ from limpet.methods.repair_pass import RepairOptions, repaired
 from limpet.model import PER_SAMPLE, Forward, counted_examples, full_precision
 from limpet.model.batch import FirstBatches
 from limpet.posterior import BlockPosterior, Posterior
-from limpet.posterior.sharding import reject_sharded
 from limpet.precision import Precision
 
 if TYPE_CHECKING:
@@ -336,9 +335,6 @@ class Laplace(Memory):
         privacy: Privacy | None = None,
     ) -> Fisher:
         self._reject_inside_protect()
-        if self.smoothing or self._automatic:
-            what = "smoothing" if self.smoothing else "strength='auto'"
-            reject_sharded(self.posterior.sharding, what, "pass a number as strength=, and omit smoothing=")
         with torch.inference_mode(False):
             displacement = self._perturbation(batches, examples, limit, forward) if self.smoothing else None
             return self._pass(forward, displacement, privacy).run(
@@ -379,8 +375,6 @@ class Laplace(Memory):
     def _repairer(self, examples: int, budget: float | None, options: Mapping[str, Any] | None) -> Repairer | str:
         if not self.tasks:
             return "no task has been consolidated yet"
-        if self.sharded:
-            return "the memory is sharded; use mode='gradient'"
         if budget is not None and not self.probes:
             return NO_PROBE
         chosen: dict[str, Any] = {"examples": examples, "limit": min(examples, REPAIRED_WITH), **(options or {})}
@@ -461,7 +455,8 @@ class Laplace(Memory):
                 self.privacy = (*self.privacy, privacy)
             if privacy is None:
                 warn_of_exposed_inputs(fishers)
-                if not self._automatic:
+                # in a sharded model the terms are freed while the blocks are updated, so that both need not fit
+                if not self._automatic and self.posterior.sharding is None:
                     if self.tasks == 1:
                         fishers[-1] = fishers[-1].without_terms()
                     self._measure_curve(fishers[-1], forward)
@@ -551,10 +546,8 @@ class Laplace(Memory):
 
     def _curves(self, number: int, posterior: Posterior, newest: Fisher, forward: Forward | None) -> Curves:
         """Measure how the loss of the newest task, task `number`, increases around a posterior that includes it."""
-        from limpet.forgetting.measurement import Curves, measure
+        from limpet.forgetting.measurement import measure
 
-        if posterior.sharding is not None:
-            return Curves()
         return measure(posterior, newest, self.likelihood, forward, self.seed + number)
 
     def _measure_curve(self, newest: Fisher, forward: Forward | None) -> None:

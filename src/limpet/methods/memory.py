@@ -292,8 +292,8 @@ class Memory(ABC):
                 "gradient" (adds the penalty's gradient; works with any optimizer), "repair" (plain steps, and
                 `limpet.repair` when the block ends without an error; the strengths of the memory are not used), or
                 "auto": proximal for SGD on a model without adapters, otherwise repair if `strength` is "auto" or a
-                budget is given, otherwise gradient. Where a repair is not possible (no consolidated task, a sharded
-                model, a budget but no probe), it is gradient too.
+                budget is given, otherwise gradient. Where a repair is not possible (no consolidated task, a budget
+                but no probe), it is gradient too.
             reduction: "mean" if the training loss is a mean over examples, "sum" if it is a sum over the batch.
             batch_size: Number of examples that the loss of one step sums over. Required with `reduction="sum"`.
             budget: Largest allowed forecast, in nats per example. It replaces the strengths of all tasks: the penalty

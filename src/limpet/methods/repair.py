@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from limpet.distributed import current, together
+from limpet.distributed import current, is_sharded, together
 from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, warn
 from limpet.forgetting.repair import Repair
 from limpet.likelihoods import Likelihood
@@ -73,7 +73,8 @@ def repair(
 
     Raises:
         LimpetError: If memory, model, batches and options do not fit together.
-        UnsupportedError: If the memory has no curvature (Synaptic Intelligence), or is sharded.
+        UnsupportedError: If the memory has no curvature (Synaptic Intelligence), or if the model is sharded and the
+            memory was made for another one.
 
     Examples:
         >>> import limpet
@@ -109,7 +110,7 @@ def repair(
         likelihood=likelihood,
         progress=progress,
     )
-    with together("repair", current()):
+    with together("repair", current(), runs_model=memory.sharded):
         return repaired(_usable(memory, model), batches, options)
 
 
@@ -124,11 +125,15 @@ def _usable(memory: Memory, model: nn.Module) -> Laplace:
             "this memory has no consolidated task: call memory.consolidate(old_batches) before fine-tuning"
         )
     memory._reject_inside_protect()
-    memory._reject_sharded("repair")
     _warn_of_merged(model)
     if memory.model is unwrapped(model):
         memory.posterior.follow_devices()
         return memory
+    if memory.sharded or any(map(is_sharded, model.parameters())):
+        raise UnsupportedError(
+            "the memory was made for another model, and one of the two is sharded (fully_shard): load the memory for "
+            "the tuned model, limpet.load(path, model), and repair that"
+        )
     own = restored(memory._state(), model, memory.likelihood)
     assert isinstance(own, Laplace)
     return own

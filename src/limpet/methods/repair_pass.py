@@ -23,6 +23,7 @@ from limpet.methods.memory import NO_PROBE
 from limpet.model import Block, Forward, full_precision, part, preserve_state
 from limpet.model.batch import batch_size, check_batches, counted_examples
 from limpet.posterior import Posterior
+from limpet.posterior.whole_parameters import whole_parameters
 
 if TYPE_CHECKING:
     from limpet.curvature.batch_step import StepOptions
@@ -109,7 +110,8 @@ def repaired(memory: Repairable, batches: Iterable[Any], options: RepairOptions)
         The repair. If an error is raised, the model keeps its tuned weights.
     """
     with ExitStack() as undo:
-        with together("repair", current()), full_precision(), torch.inference_mode(False):
+        sharded = memory.posterior.sharding is not None
+        with together("repair", current(), runs_model=sharded), full_precision(), torch.inference_mode(False):
             found = _solved(memory, batches, options)
             undo.callback(found.undo)
             if options.budget is not None:
@@ -131,9 +133,12 @@ def _solved(memory: Repairable, batches: Iterable[Any], options: RepairOptions) 
     split = HeldOutSplit(batches.batches if isinstance(batches, ReplicatedBatches) else batches, hold_out=hold_out)
     counted = options.examples is not None or options.limit is not None
     fisher = new_fisher(memory, ReplicatedBatches(split) if shared else split, options)
-    if hold_out and not split.held:
+    sharding = memory.posterior.sharding
+    held = [len(split.held)] if sharding is None else sharding.ranks.gather(len(split.held))
+    if hold_out and not any(held):
         raise LimpetError(TOO_FEW)
-    measures = _measures(memory, split.held or fisher.first.take(MOST_HELD_OUT // HELD_OUT), fisher, options)
+    look = split.held if hold_out else fisher.first.take(MOST_HELD_OUT // HELD_OUT)
+    measures = _measures(memory, look, fisher, options)
     weight = 1.0 if counted else split.share
     return solve(memory.posterior, fisher, measures, weight=weight, rank=options.rank, progress=options.progress)
 
@@ -165,20 +170,24 @@ def _measures(memory: Repairable, held_out: list[Any], fisher: Fisher, options: 
 
 def new_fisher(memory: Repairable, batches: Iterable[Any], options: RepairOptions) -> Fisher:
     """Measure the Fisher of the new data for the blocks that training has moved."""
-    known = {name: held for name, held in memory.posterior.held.items() if held.tasks}
-    moved = {name for one in displacements(memory.model, known) for name in one.block.parameters}
+    posterior, sharding = memory.posterior, memory.posterior.sharding
+    known = {name: held for name, held in posterior.held.items() if held.tasks}
+    moved = {name for one in displacements(whole_parameters(posterior), known) for name in one.block.parameters}
+    if sharding is not None:
+        moved = moved.union(*sharding.ranks.gather(moved))
     if not moved:
         raise LimpetError(
             "the model's weights equal the memory's mean, so there is nothing to repair: pass the tuned model"
         )
     blocks = [block for block in memory._planned(also=moved) if moved.issuperset(block.parameters)]
-    one_pass = FisherPass(
-        memory.model,
-        blocks,
-        _likelihood(memory, options),
-        memory.posterior.structure.complete(blocks),
-        **memory._step_options(options.forward),
-    )
+    measured = memory.model, blocks, _likelihood(memory, options), posterior.structure.complete(blocks)
+    step = memory._step_options(options.forward)
+    if sharding is None:
+        one_pass = FisherPass(*measured, **step)
+    else:
+        from limpet.curvature.fsdp import ShardedPass
+
+        one_pass = ShardedPass(*measured, ranks=sharding.ranks, owners=sharding.owners, **step)
     return one_pass.run(batches, examples=options.examples, limit=options.limit, progress=options.progress)
 
 

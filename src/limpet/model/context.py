@@ -79,6 +79,30 @@ def trainable(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
+def without_gradients(model: nn.Module) -> Iterator[None]:
+    """Run the body without the gradients of the parameters and the hooks on them, and restore both afterwards.
+
+    Args:
+        model: The model.
+    """
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    hooks = [(p, kind, found) for p in parameters for kind in kinds if (found := getattr(p, kind, None))]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        for parameter, kind, _ in hooks:
+            setattr(parameter, kind, None)
+        yield
+    finally:
+        for parameter, kind, found in hooks:
+            setattr(parameter, kind, found)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+@contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
     """Run the body without the forward and backward hooks of a model's modules.
 
@@ -177,7 +201,10 @@ def replaced(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor
 
 
 def _write_shard(name: str, parameter: nn.Parameter, value: Tensor) -> None:
-    """Write this rank's shard of a whole value to a sharded parameter."""
+    """Write this rank's shard of a value, which may be whole or sharded itself, to a sharded parameter."""
+    if is_sharded(value):
+        local(parameter).copy_(local(value))
+        return
     ranks = current()
     if ranks is None or value.shape != parameter.shape:
         raise UnsupportedError(

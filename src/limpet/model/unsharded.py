@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,28 +25,44 @@ class UnshardedParameters(Mapping[str, nn.Parameter]):
         self._used: dict[str, nn.Parameter] = {}
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Record the unsharded parameters that `fully_shard` substitutes for the shards before a module runs."""
+    def watched(self, trainable: Collection[str] = ()) -> Iterator[None]:
+        """Record the unsharded parameters that `fully_shard` substitutes for the shards before a module runs.
+
+        Args:
+            trainable: Names of parameters that get gradients in the body, even if they are frozen.
+        """
         if not any(map(is_sharded, self._parameters.values())):
             yield
             return
         units = [(name, unit) for name, unit in self._model.named_modules() if is_fsdp_unit(unit)]
         # fully_shard's own hooks run first, so the parameters are unsharded when these run
-        handles = [unit.register_forward_pre_hook(self._hook(name)) for name, unit in units]
+        frozen: list[nn.Parameter] = []
+        handles = [unit.register_forward_pre_hook(self._hook(name, set(trainable), frozen)) for name, unit in units]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+            for parameter in frozen:
+                parameter.requires_grad_(False)
             self._used.clear()
 
-    def _hook(self, prefix: str) -> Any:
-        """Return a forward pre-hook for the FSDP module with this name."""
+    def _hook(self, prefix: str, trainable: Collection[str], frozen: list[nn.Parameter]) -> Any:
+        """Return a forward pre-hook for the FSDP module with this name.
+
+        Args:
+            prefix: The name of the module.
+            trainable: Names of parameters that get gradients.
+            frozen: The hook adds the parameters that it has made trainable.
+        """
 
         def hook(unit: nn.Module, _: Any) -> None:
             for name, parameter in unit.named_parameters(prefix, remove_duplicate=False):
                 if not is_sharded(parameter) and self._names[name] in self._parameters:
                     self._used[self._names[name]] = parameter
+                    if self._names[name] in trainable and not parameter.requires_grad:
+                        parameter.requires_grad_(True)
+                        frozen.append(parameter)
 
         return hook
 

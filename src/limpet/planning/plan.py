@@ -26,7 +26,8 @@ Replicated:
                 times that block while displacements are drawn (seven times if it is truncated); with auto_strength, a
                 trial memory is evaluated next to the previous one
 
-Sharded, where a rank has the sums and the memory of its own blocks only, and no loss curve is measured:
+Sharded, where a rank has the sums and the memory of its own blocks only, and no loss curve is measured (with
+auto_strength one is, which is not counted, as a note says):
 
     pass        the memory before the task, the sums, and the sums of one block for one batch, in transit to its owner
     exchange    the memory before the task, the sums, and the weights being gathered on the owners: the rank's shards of
@@ -62,6 +63,11 @@ from limpet.precision.storage import DTYPES, EIGHT_BITS
 
 MODES = ("gradient", "proximal")
 STORAGE_DTYPES = (None, *DTYPES, EIGHT_BITS)
+
+
+UNCOUNTED = (
+    'sharded, the loss curve that strength="auto" measures is not counted: allow for a second memory and its sums'
+)
 
 
 class Load(NamedTuple):
@@ -355,7 +361,7 @@ def plan(
         mode,
         bool(adapters),
         auto_strength,
-        tuple(_notes(blocks, counting.structure, parameters)),
+        tuple(_notes(blocks, counting.structure, parameters)) + ((UNCOUNTED,) if auto_strength and ranks > 1 else ()),
         tuple(rows),
     )
     return alone.on(ranks)

@@ -9,6 +9,7 @@ weights.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -23,6 +24,7 @@ from limpet.curvature import Fisher
 from limpet.model import Block
 from limpet.model.quantized import with_quantized_part
 from limpet.posterior import Posterior
+from limpet.posterior.displacer import Displacer
 from limpet.precision import KroneckerSum, Precision, Spectrum, Term
 from limpet.precision.base import noise
 
@@ -104,15 +106,26 @@ class BlockPerturbation:
 class WeightPerturbation:
     """Numbered random perturbations of the weights; the same number always gives the same perturbation.
 
+    In a sharded model, creating it and drawing a perturbation are collectives.
+
     Args:
         block_perturbations: The perturbation of each block.
+        displacer: Brings the perturbations to the weights.
         examples: Number of examples N of the task.
         rise: Target rise of the loss, in nats per example.
         seed: Random seed.
     """
 
-    def __init__(self, block_perturbations: Sequence[BlockPerturbation], examples: int, rise: float, seed: int) -> None:
+    def __init__(
+        self,
+        block_perturbations: Sequence[BlockPerturbation],
+        displacer: Displacer,
+        examples: int,
+        rise: float,
+        seed: int,
+    ) -> None:
         self.block_perturbations, self.examples, self.seed = block_perturbations, examples, seed
+        self._displacer = displacer
         self.temperature = self._solve(rise)
 
     def __repr__(self) -> str:
@@ -120,16 +133,18 @@ class WeightPerturbation:
 
     def __call__(self, number: int) -> dict[str, Tensor]:
         """Return perturbation `number`, by parameter."""
-        return by_parameter(self.block_perturbations, self._drawn(self.temperature, number))
+        drawn = by_parameter(self.block_perturbations, self._drawn(self.temperature, number))
+        return self._displacer.scattered(drawn)
 
     def _drawn(self, temperature: float, number: int) -> list[Tensor]:
-        generator = numbered(self.seed, number)
-        return [place.draw(temperature, generator) for place in self.block_perturbations]
+        blocks = self.block_perturbations
+        return [place.draw(temperature, numbered(self.seed, number, place.block)) for place in blocks]
 
     def predicted(self, temperature: float) -> float:
         """Return the predicted rise of the loss at one perturbation, in nats per example."""
         drawn = self._drawn(temperature, 0)
-        return sum(place.rise(z) for place, z in zip(self.block_perturbations, drawn, strict=True)) / self.examples
+        rises = (place.rise(z) for place, z in zip(self.block_perturbations, drawn, strict=True))
+        return self._displacer.total(sum(rises)) / self.examples
 
     def _solve(self, rise: float) -> float:
         """Solve for the temperature by the secant method in log space: the rise is a power of it, at most linear."""
@@ -162,7 +177,13 @@ def weight_perturbation(
         The perturbations, or None if no block has both nonzero weights and curvature.
     """
     found = block_perturbations(with_task(posterior, fisher, strength), fisher)
-    return WeightPerturbation(found, fisher.examples, rise, seed) if found else None
+    displacer = displacer_of(posterior, found)
+    return WeightPerturbation(found, displacer, fisher.examples, rise, seed) if displacer else None
+
+
+def displacer_of(posterior: Posterior, blocks: Sequence[BlockPerturbation]) -> Displacer:
+    """Return what brings displacements of these blocks to the weights. A collective if the model is sharded."""
+    return Displacer(posterior, (name for block in blocks for name in block.block.parameters))
 
 
 def block_perturbations(posterior: Posterior, fisher: Fisher) -> list[BlockPerturbation]:
@@ -185,9 +206,10 @@ def block_perturbations(posterior: Posterior, fisher: Fisher) -> list[BlockPertu
     return found
 
 
-def numbered(seed: int, number: int) -> torch.Generator:
-    """Return a CPU generator for perturbation `number`, seeded from `seed` and `number`."""
-    return torch.Generator().manual_seed(((seed << 20) + number) % 2**63)
+def numbered(seed: int, number: int, block: Block) -> torch.Generator:
+    """Return a CPU generator for perturbation `number` of a block, whichever other blocks this process has."""
+    found = hashlib.blake2b(f"{seed} {number} {block.name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(found, "big") >> 1)
 
 
 def by_parameter(
