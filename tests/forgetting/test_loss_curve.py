@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import statistics
 import itertools
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
