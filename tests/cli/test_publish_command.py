@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from typer.testing import CliRunner, Result
@@ -90,3 +93,14 @@ def test_what_is_uploaded_is_the_checked_file(folder: Path, tmp_path: Path, monk
     assert done.exit_code == 0 and "uploaded: the commit" in done.output
     assert sent == [((out, "user/model"), {"private": True})]
     assert 'limpet.load("hub://user/model", model, sha256=' in out.with_suffix(".md").read_text()
+
+
+def test_without_a_connection_the_error_says_how_to_upload_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = partial(huggingface_hub.HfApi, endpoint="http://127.0.0.1:9")
+    monkeypatch.setattr(hub, "_hub", lambda: SimpleNamespace(HfApi=closed))
+    out = tmp_path / "small.safetensors"
+    out.touch()
+    with pytest.raises(limpet.LimpetError, match=r"cannot be reached.*hf upload user/model .*small.safetensors memory"):
+        hub.upload(out, "user/model", token="hf_x")

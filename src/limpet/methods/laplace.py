@@ -28,6 +28,7 @@ from limpet.errors import (
 from limpet.forgetting.loss_curve import Curve
 from limpet.likelihoods import Likelihood
 from limpet.methods.agreement import consolidating
+from limpet.methods.checks import reject_sharded_memory
 from limpet.methods.limits import check_strength
 from limpet.methods.memory import MAX_FACTOR_SIZE, NO_PROBE, Memory
 from limpet.methods.private import (
@@ -315,7 +316,7 @@ class Laplace(Memory):
 
         self._reject_inside_protect()
         target = Target(rank, energy, bytes_per_weight, max_bytes, storage_dtype)
-        self._reject_sharded("compress")
+        reject_sharded_memory(self.posterior, "compress")
         return compress(self.posterior, target, progress=progress)
 
     @staticmethod
@@ -361,7 +362,7 @@ class Laplace(Memory):
             raise UnsupportedError(
                 "this memory has private tasks, but a probe would store inputs as they are: keep the inputs elsewhere"
             )
-        self._reject_sharded("add_probe")
+        reject_sharded_memory(self.posterior, "add_probe")
         weights = self.posterior.weights()
         for held in self.posterior.held.values():
             moved = held.displacement(weights).norm() if held.tasks else 0.0

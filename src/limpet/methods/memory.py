@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import tempfile
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from limpet.curvature import Structure
-from limpet.deprecation import renamed_arguments
 from limpet.distributed import current, together
 from limpet.errors import (
     LimpetError,
     LimpetWarning,
-    MemoryFileError,
     UnsupportedError,
     finite_number,
     limited_number,
-    logger,
     positive_whole,
     warn,
 )
 from limpet.forgetting.loss_curve import TaskHistory
-from limpet.io.state import State, sealed
 from limpet.likelihoods import Likelihood, resolve
 from limpet.methods.agreement import sharing
-from limpet.methods.checks import check_model, excluded_names, say_what_is_not_protected
+from limpet.methods.checks import check_model, excluded_names, reject_sharded_memory, say_what_is_not_protected
+from limpet.methods.predictions import Predictions
+from limpet.methods.stored_memory import StoredMemory
 from limpet.model import Block, Forward, discover, plain, unwrapped
-from limpet.model.quantized import with_quantized_part
 from limpet.posterior import PRIOR_MEANS, Posterior
-from limpet.posterior.sharding import reject_sharded
 from limpet.precision import STRUCTURES, Kronecker
 from limpet.precision.storage import EIGHT_BITS, Storage
 from limpet.precision.truncated_basis import part_of_trace
@@ -45,9 +39,7 @@ if TYPE_CHECKING:  # imported lazily at run time, to keep `import limpet` fast
     from limpet.forgetting.probe import Probe
     from limpet.forgetting.repair import RepairMark
     from limpet.likelihoods import Count
-    from limpet.methods.state_dict import Settings
     from limpet.posterior.summary import Report
-    from limpet.predictive.linearized import OutputDistribution
     from limpet.protection.bound_block import ProximalState
     from limpet.protection.protection import Protection, StepObserver
     from limpet.protection.repair_step import Repairer
@@ -65,7 +57,7 @@ MAX_FACTOR_SIZE = 4096
 """Default for the largest Kronecker factor that is stored as one matrix."""
 
 
-class Memory(ABC):
+class Memory(StoredMemory, Predictions):
     """A Gaussian over a network's weights that summarizes the tasks learned so far.
 
     Abstract base class: use one of the methods, such as `limpet.OnlineLaplace`. A subclass sets `method` and
@@ -245,6 +237,7 @@ class Memory(ABC):
 
         Examples:
             >>> import limpet
+            >>> import torch
             >>> memory = limpet.OnlineLaplace(torch.nn.Linear(3, 2))
             >>> tokens, labels = torch.randn(5, 7, 3), torch.randint(0, 2, (5, 7))
             >>> print(memory.count([(tokens, labels)]))
@@ -316,6 +309,7 @@ class Memory(ABC):
 
         Examples:
             >>> import limpet
+            >>> import torch
             >>> _ = torch.manual_seed(0)
             >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(20, 3), torch.randint(0, 2, (20,))
             >>> memory = limpet.OnlineLaplace(model)
@@ -424,6 +418,7 @@ class Memory(ABC):
 
         Examples:
             >>> import limpet
+            >>> import torch
             >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(20, 3), torch.randint(0, 2, (20,))
             >>> memory = limpet.OnlineLaplace(model)
             >>> memory.consolidate([(x, y)])
@@ -448,6 +443,7 @@ class Memory(ABC):
 
         Examples:
             >>> import limpet
+            >>> import torch
             >>> model = torch.nn.Linear(3, 2)
             >>> memory = limpet.OnlineLaplace(model)
             >>> memory.consolidate([(torch.randn(200, 3), torch.randint(0, 2, (200,)))])
@@ -494,6 +490,7 @@ class Memory(ABC):
 
         Examples:
             >>> import limpet
+            >>> import torch
             >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
             >>> memory = limpet.OnlineLaplace(model)
             >>> memory.consolidate([(torch.randn(20, 3), torch.randint(0, 2, (20,)))])
@@ -537,6 +534,7 @@ class Memory(ABC):
 
         Examples:
             >>> import limpet
+            >>> import torch
             >>> _ = torch.manual_seed(0)
             >>> model = torch.nn.Linear(3, 2)
             >>> memory = limpet.OnlineLaplace(model)
@@ -552,7 +550,7 @@ class Memory(ABC):
         from limpet.forgetting.quantized_probe import at_quantized_base
 
         if blocks:
-            self._reject_sharded("drift(blocks=True)")
+            reject_sharded_memory(self.posterior, "drift(blocks=True)")
         if not self.probes:
             raise LimpetError(NO_PROBE)
         before = None if reference is None else unwrapped(reference)
@@ -564,124 +562,6 @@ class Memory(ABC):
                     at_quantized_base(probe, self.posterior, self.likelihood, forward) for probe in self.probes
                 )
             return drift(self.posterior, self.probes, self.likelihood, forward, reference=before, blocks=blocks)
-
-    def sample_weights(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Sample the protected parameters from the posterior N(mean, L^-1).
-
-        Args:
-            generator: Random number generator. Defaults to PyTorch's global one.
-
-        Returns:
-            The sampled values by parameter name. The model is not changed.
-
-        Raises:
-            UnsupportedError: If the memory is sharded.
-        """
-        from limpet.predictive import sample_weights
-
-        self._reject_sharded("sample_weights")
-        parameters = self.posterior.parameters()
-        drawn = sample_weights(self.posterior, generator)
-        return {name: with_quantized_part(parameters[name], weight) for name, weight in drawn.items()}
-
-    @renamed_arguments(how="link_approximation")
-    def predictive(
-        self,
-        inputs: Any,
-        *,
-        link_approximation: str = "probit",
-        draws: int = 20,
-        forward: Forward | None = None,
-        prior_precision: float | str | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Any:
-        """Predict with the posterior predictive distribution, averaged over the weights.
-
-        Args:
-            inputs: A batch of inputs.
-            link_approximation: "probit" (closed form, for the network linearized at the mean, whose outputs are
-                Gaussian), "linearised" (the mean over `draws` samples of those outputs) or "sampled" (the mean over
-                `draws` samples of the weights; supports outputs per position, which the other two do not). Formerly
-                `how`.
-            draws: Number of samples to average over.
-            forward: `forward(model, inputs)` returns the outputs, if `model(inputs)` does not.
-            prior_precision: Overrides the prior precision of the memory. "evidence" selects the one that maximizes
-                the log marginal likelihood.
-            generator: Random number generator. Defaults to PyTorch's global one.
-
-        Returns:
-            Class probabilities for a categorical likelihood, means for others.
-
-        Raises:
-            UnsupportedError: If the memory is sharded.
-            ValueError: If an argument has an invalid value.
-
-        Examples:
-            >>> import limpet
-            >>> model = torch.nn.Linear(3, 2)
-            >>> memory = limpet.OnlineLaplace(model)
-            >>> memory.consolidate([(torch.randn(20, 3), torch.randint(0, 2, (20,)))])
-            >>> memory.predictive(torch.zeros(5, 3)).sum(1).round(decimals=4)
-            tensor([1., 1., 1., 1., 1.])
-        """
-        from limpet.predictive import predictive
-
-        self._reject_sharded("predictive")
-        return predictive(
-            self.posterior,
-            self.likelihood,
-            inputs,
-            link_approximation=link_approximation,
-            draws=draws,
-            forward=forward,
-            prior_precision=self._prior(prior_precision),
-            generator=generator,
-        )
-
-    def output_distribution(
-        self, inputs: Any, *, forward: Forward | None = None, prior_precision: float | str | None = None
-    ) -> OutputDistribution:
-        """Compute the Gaussian N(mean, covariance) of each example's outputs, for the network linearized at the mean.
-
-        Args:
-            inputs: A batch of inputs.
-            forward: `forward(model, inputs)` returns the outputs, if `model(inputs)` does not.
-            prior_precision: Overrides the prior precision of the memory. "evidence" selects the one that maximizes
-                the log marginal likelihood.
-
-        Returns:
-            Mean of shape (examples, outputs) and covariance of shape (examples, outputs, outputs).
-
-        Raises:
-            UnsupportedError: If the memory is sharded.
-            ValueError: If `prior_precision` is invalid.
-
-        Examples:
-            >>> import limpet
-            >>> model = torch.nn.Linear(3, 1)
-            >>> memory = limpet.OnlineLaplace(model, likelihood="gaussian")
-            >>> memory.consolidate([(torch.randn(20, 3), torch.randn(20, 1))])
-            >>> found = memory.output_distribution(torch.zeros(5, 3))
-            >>> found.mean.shape, found.covariance.shape
-            (torch.Size([5, 1]), torch.Size([5, 1, 1]))
-        """
-        from limpet.predictive.linearized import output_distribution
-
-        self._reject_sharded("output_distribution")
-        prior = self._prior(prior_precision)
-        return output_distribution(self.posterior, inputs, forward=forward, prior_precision=prior)
-
-    def _reject_sharded(self, what: str) -> None:
-        reject_sharded(self.posterior.sharding, f"memory.{what}(...)", "save the memory and load it in one process")
-
-    def _prior(self, prior_precision: float | str | None) -> float | None:
-        if isinstance(prior_precision, str):
-            from limpet.posterior.marginal_likelihood import evidence_prior
-
-            if prior_precision != "evidence":
-                raise ValueError(f"prior_precision must be a number or 'evidence', not {prior_precision!r}")
-            return evidence_prior(self.posterior)
-        return prior_precision
 
     def report(self, *, full: bool = False) -> Report:
         """List the blocks of the model: structure and bytes, and whether they are protected or why not.
@@ -717,169 +597,6 @@ class Memory(ABC):
             f"<{type(self).__name__} structure={self.structure!r} strength={self._strength_text} tasks={self.tasks} "
             f"examples={self.examples} bytes={self.nbytes}>"
         )
-
-    def state_dict(self) -> State:
-        """Return the state of the memory: `{"metadata": JSON, "tensors": tensors by name}`.
-
-        Together with `load_state_dict` it makes a memory a `Stateful` of torch.distributed.checkpoint. Save it beside
-        the model with `dcp.save({"model": ..., "memory": memory}, checkpoint_id=folder)`, and load it on any number of
-        ranks with `limpet.load(folder, model)`. If the memory is sharded, this is a collective.
-
-        Returns:
-            The state, with a SHA-256 checksum of every tensor and of the metadata. A sharded memory returns the tensors
-            of the rank's own blocks.
-        """
-        sharding = self.posterior.sharding
-        with sharing(self.posterior, "state_dict"):
-            return sealed(self._state(), sharding.ranks if sharding is not None else None)
-
-    def _state(self) -> State:
-        """The state without checksums."""
-        from limpet.methods import state_dict
-
-        extra = self._extra_tensors()
-        for i, probe in enumerate(self.probes):
-            extra |= {f"{state_dict.PROBE}{i}/{name}": tensor for name, tensor in probe.tensors().items()}
-        return state_dict.collect(self.posterior, self._settings(), self._proximal_state, extra)
-
-    def load_state_dict(self, state: State) -> None:
-        """Load a state returned by `state_dict`. If it raises, the memory is unchanged.
-
-        Args:
-            state: The state of a memory with the same method, structure, likelihood and model.
-
-        Raises:
-            LimpetError: If called inside `with memory.protect(...)`.
-            MemoryFileError: If the state is corrupted, or was made by another kind of memory or for another model.
-        """
-        with sharing(self.posterior, "load_state_dict"):
-            self._load_state(state)
-
-    def _load_state(self, state: State) -> None:
-        from limpet.methods import state_dict
-
-        self._reject_inside_protect()
-        content = state_dict.Content.of(state)
-        structure = self.posterior.structure.name
-        expected = {"method": self.method, "structure": structure, "likelihood": self.likelihood.describe()}
-        state_dict.check_settings(content, expected)
-        previous = self._direct, self.exclude, self.posterior.structure
-        try:
-            with state_dict.rejecting_damage():
-                settings = state_dict.Settings(content)
-                max_factor_size = positive_whole("max_side", settings.whole("max_side"))
-                self._direct, self.exclude = state_dict.direct_parameters(content), tuple(settings.names("exclude"))
-                rest = Storage.of(content.metadata["settings"])
-                rank = None if settings.number("rank", 0) == 0 else positive_whole("rank", settings.whole("rank"))
-                energy = part_of_trace(settings.number("energy")) if settings.has("energy") else None
-                self.posterior.structure = Structure(structure, max_factor_size, rest, rank, energy)
-                attributes = self._read_settings(settings)
-                prior_precision = limited_number("prior_precision", settings.number("prior_precision"))
-                prior_mean = settings.choice("prior_mean", PRIOR_MEANS)
-                blocks = self._planned(also=state_dict.parameter_names(content))
-                held, constant, proximal, extra = state_dict.restore(content, blocks, self.posterior)
-                attributes["probes"] = state_dict.read_probes(settings, extra)
-                own = {name: tensor for name, tensor in extra.items() if not name.startswith(state_dict.PROBE)}
-                attributes.update(self._read_extra(settings, own))
-            if self.posterior.sharding is not None:
-                self.posterior.sharding.ranks.gather(None, "states, which all ranks have read")
-        except LimpetError:
-            self._direct, self.exclude, self.posterior.structure = previous
-            raise
-        for name, value in attributes.items():
-            setattr(self, name, value)
-        self.posterior.hold(held)
-        self.posterior.constant = constant
-        self.posterior.prior_precision, self.posterior.prior_mean = prior_precision, prior_mean
-        self._proximal_state = self._resume = proximal
-
-    def save(self, path: str | Path, *, base: str | None = None) -> None:
-        """Save the memory to a file: safetensors with a versioned header, no pickle.
-
-        If the memory is sharded, all ranks write their blocks to the same file, which must be on a shared file system.
-
-        Args:
-            path: Path of the file. `limpet.load` reads it.
-            base: Name of the published model that the mean of the memory is, such as "owner/model@revision". The file
-                then has the SHA-256 of every weight instead of the mean, and can be loaded into that model only.
-
-        Raises:
-            LimpetError: If `base` is given, but the mean is not the current weights of the model.
-            UnsupportedError: If `base` is given for a sharded memory.
-        """
-        from limpet.methods import base_weights, memory_file
-
-        if base is not None:
-            self._reject_sharded("save(base=)")
-        with sharing(self.posterior, "save"):
-            state, sharding = self._state(), self.posterior.sharding
-            if base is not None:
-                state = base_weights.without_means(state, self.posterior, base)
-            if sharding is None:
-                memory_file.write(path, state)
-            else:
-                memory_file.write_together(path, state, sharding.ranks)
-        logger.info("saved the memory of %d tasks to %s", self.tasks, path)
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "method": self.method,
-            "structure": self.posterior.structure.name,
-            "strength": self._strength,
-            "automatic": self._automatic,
-            "prior_precision": self.posterior.prior_precision,
-            "prior_mean": self.posterior.prior_mean,
-            "likelihood": self.likelihood.describe(),
-            "max_side": self.posterior.structure.max_factor_size,
-            **self.posterior.structure.rest.metadata(),
-            **({} if self.posterior.structure.rank is None else {"rank": self.posterior.structure.rank}),
-            **({} if self.posterior.structure.energy is None else {"energy": self.posterior.structure.energy}),
-            "exclude": list(self.exclude),
-            "examples": self.examples,
-            "tasks": self.tasks,
-            "unused": sorted(self.unused),
-            "history": self.history.plain(),
-            **({"probes": [probe.metadata() for probe in self.probes]} if self.probes else {}),
-        }
-
-    def _read_settings(self, settings: Settings) -> dict[str, Any]:
-        """Return the attributes that the settings of a state determine."""
-        return {
-            "_strength": limited_number("strength", settings.number("strength")),
-            "_automatic": settings.flag("automatic"),
-            "examples": settings.whole("examples"),
-            "tasks": settings.whole("tasks"),
-            "unused": frozenset(settings.names("unused")),
-            "history": TaskHistory.restore(settings.part("history")),
-        }
-
-    def _extra_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the method that are not part of a block."""
-        return {}
-
-    def _read_extra(self, settings: Settings, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Return the attributes that the method's extra tensors determine."""
-        if tensors:
-            raise MemoryFileError(f"tensors unknown to {type(self).__name__}: {', '.join(sorted(tensors))}")
-        return {}
-
-    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
-        """Upload the memory to a model repository on the Hub, for `limpet.load(f"hub://{repo_id}", model)`.
-
-        Args:
-            repo_id: The repository, as "user/model". It is created if it does not exist.
-            private: Whether a new repository is private. Defaults to the organization's setting.
-            token: Access token of the hub. Defaults to that of the logged-in user.
-
-        Returns:
-            The URL of the commit.
-        """
-        from limpet.io import hub
-
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / hub.FILE
-            self.save(path)
-            return hub.upload(path, repo_id, private=private, token=token)
 
     @property
     def sharded(self) -> bool:
