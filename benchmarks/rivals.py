@@ -40,7 +40,8 @@ SCALED, REPAIRED = f"plain, then times {SCALE}", "plain, then repair"
 AFTER = (SCALED, REPAIRED, *(f"budget {budget}" for budget in BUDGETS))
 ENERGY = 0.99
 SMALL = f"protect, energy {ENERGY}"
-RUNS = ("plain", *AFTER, "protect", "replay", "distillation", "l2-sp", SMALL)
+BOTH = "distillation and protect"
+RUNS = ("plain", *AFTER, "protect", "replay", "distillation", BOTH, "l2-sp", SMALL)
 
 
 class Rivals:
@@ -148,7 +149,7 @@ class Rivals:
                 return F.cross_entropy(self.old_logits(model, some), some["labels"])
 
             return replay
-        if what == "distillation":
+        if what in ("distillation", BOTH):
 
             def distillation(model: Any, batch: Batch) -> Tensor:
                 with torch.no_grad():
@@ -177,7 +178,7 @@ class Rivals:
             if what in ("plain", "protect") and step in MOMENTS:
                 moments.append(self.moment(step))
 
-        memory = self._small() if what == SMALL else self.memory if what == "protect" else None
+        memory = self._small() if what == SMALL else self.memory if what in ("protect", BOTH) else None
         begin = time.perf_counter()
         self.experiment.fit(self.model, self.new, lr, steps, memory, extra=self.extra(what), after=after)
         seconds = time.perf_counter() - begin

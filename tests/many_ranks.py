@@ -11,6 +11,7 @@ many_ranks.py stoppable FOLDER replicated|sharded nobody|one|all
                                  a pass that is written down after every batch, in which somebody is killed
 many_ranks.py bytes FOLDER       what a rank keeps of a deep network, and the most it has while it consolidates
 many_ranks.py curves FOLDER      loss curves of a model in pieces: strength "auto" and smoothing
+many_ranks.py single FOLDER      a model that is sharded over one rank
 many_ranks.py pass-sharded, train-sharded FOLDER    the same with models in pieces (fully_shard)
 """
 
@@ -175,6 +176,33 @@ def curves(folder: Path, rank: int, size: int) -> None:
         memory.save(folder / f"{name}.safetensors")
     if rank == 0:
         save_file(tensors, folder / "curves.safetensors")
+
+
+def single(folder: Path) -> None:
+    """A model that is sharded over one rank, as on a machine with one GPU, beside one that is not."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ends = []
+    for pieces in (1, 2):  # `is_sharded` leaves a model for one rank alone
+        torch.manual_seed(0)
+        x, y = torch.randn(96, 6, dtype=torch.float64), torch.arange(96) % 3
+        model, again = (
+            is_sharded(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double(), pieces) for _ in range(2)
+        )
+        memory = limpet.OnlineLaplace(model, strength="auto")
+        memory.consolidate([(x, y)], probe=96, progress=False)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        with memory.protect(optimizer, examples=96) as protection:
+            for _ in range(10):
+                optimizer.zero_grad()
+                F.cross_entropy(model(-x), y).backward()
+                optimizer.step()
+        assert memory.sharded == (pieces == 2) and protection.repair is not None and protection.repair.strength > 0
+        memory.save(folder / "single.safetensors")
+        assert limpet.load(folder / "single.safetensors", again).sharded == memory.sharded
+        ends.append({name: whole(p) for name, p in model.named_parameters()})
+        ends[-1]["drift"] = torch.tensor(float(memory.drift()))
+    assert all(torch.allclose(tensor, ends[1][name], rtol=1e-9) for name, tensor in ends[0].items())
+    dist.destroy_process_group()
 
 
 def transformer(size: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -377,6 +405,7 @@ def main() -> None:
         "pass-sharded": lambda: passes(Path(rest[0]), rank, size, sharded=True),
         "train-sharded": lambda: train(Path(rest[0]), rank, size, sharded=True),
         "curves": lambda: curves(Path(rest[0]), rank, size),
+        "single": lambda: single(Path(rest[0])),
         "wrong": lambda: wrong(rank),
         "callback": lambda: callback(Path(rest[0]), rank, size),
         "reduced": lambda: reduced(rank),

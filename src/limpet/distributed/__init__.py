@@ -14,7 +14,7 @@ from limpet.distributed.assignment import share
 from limpet.distributed.channel import set_timeout
 from limpet.distributed.dtensor import Exchange, Layout, is_fsdp_unit, is_sharded, local, reshard, shard_like, whole
 from limpet.distributed.failure import compare, together
-from limpet.distributed.process_group import Ranks, alone, current, launched, rank_and_size
+from limpet.distributed.process_group import Ranks, alone, current, launched, members, rank_and_size
 from limpet.distributed.replicated_batches import ReplicatedBatches
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "is_sharded",
     "launched",
     "local",
+    "members",
     "rank_and_size",
     "reshard",
     "set_timeout",

@@ -215,7 +215,13 @@ def _described(shape: torch.Size, dtype: torch.dtype) -> str:
 
 def current() -> Ranks | None:
     """The active ranks, or None in a single process and inside `alone`."""
-    if _alone.get() or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    ranks = members()
+    return None if ranks is None or ranks.size == 1 else ranks
+
+
+def members() -> Ranks | None:
+    """The ranks of the process group, even if there is only one; None without a group and inside `alone`."""
+    if _alone.get() or not dist.is_available() or not dist.is_initialized():
         return None
     return Ranks(dist.get_rank(), dist.get_world_size())
 

@@ -33,7 +33,8 @@ HEAD = "head/"
 """Prefix of the names of the stored parameters."""
 
 HEAD_SHARE = 10
-"""Parameters that the memory does not cover are stored if they are at most one in this many of the model's weights."""
+"""Parameters that the memory does not cover are stored if they are at most one in this many of the model's weights; of
+more, those that are trained."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Probe:
         summaries: The likelihood's summary of the outputs, one per batch.
         scale: Factor that converts the likelihood's divergence to nats, for likelihoods that estimate their noise.
         outside: Checksums of the parameters that the memory does not cover, used to detect changes in them.
-        head: The values of those parameters, if they are few compared to the model, so that the outputs of an encoder
-            can be compared through the head that they were recorded with.
+        head: The values of those parameters, or of those of them that are trained, if they are few compared to the
+            model, so that the outputs of an encoder can be compared through the head that they were recorded with.
         quantized: Whether the model had quantized weights when the outputs were recorded.
     """
 
@@ -260,11 +261,17 @@ def _sums(model: nn.Module, without: Collection[str]) -> dict[str, list[float]]:
 
 
 def _head(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
-    """Copy these parameters, if together they are at most one in `HEAD_SHARE` weights of the model."""
+    """Copy these parameters, if together they are at most one in `HEAD_SHARE` weights of the model.
+
+    If they are more, such as with frozen embeddings, those of them that are trained are copied, if they are that few.
+    """
     parameters = named_parameters(model)
-    found = {name: p for name, p in ((name, parameters[name]) for name in names) if _is_stored(p)}
-    small = HEAD_SHARE * sum(p.numel() for p in found.values()) <= sum(p.numel() for p in parameters.values())
-    return {name: _on_cpu(whole(p)) for name, p in found.items()} if small else {}
+    most = sum(p.numel() for p in parameters.values()) / HEAD_SHARE
+    uncovered = {name: parameters[name] for name in names if _is_stored(parameters[name])}
+    for found in (uncovered, {name: p for name, p in uncovered.items() if p.requires_grad}):
+        if sum(p.numel() for p in found.values()) <= most:
+            return {name: _on_cpu(whole(p)) for name, p in found.items()}
+    return {}
 
 
 def _is_stored(parameter: Tensor) -> bool:

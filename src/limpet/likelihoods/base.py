@@ -310,6 +310,24 @@ def one_tensor(outputs: Outputs) -> Tensor:
     return tensors[0]
 
 
+def check_comparable(before: torch.Size, now: torch.Size) -> None:
+    """Raise an error if outputs have another shape than those of the model before, which may have had another head.
+
+    Args:
+        before: The shape of the outputs before.
+        now: The shape of the outputs now.
+
+    Raises:
+        UnsupportedError: If the shapes differ.
+    """
+    if before != now:
+        raise UnsupportedError(
+            f"the outputs now have the shape {tuple(now)}, but those of the model before {tuple(before)}: if the model "
+            "has a new head, compare through the old one, with memory.drift(forward=...), limpet.repair(..., "
+            "probe_forward=...) or memory.protect(..., repair={'probe_forward': ...})"
+        )
+
+
 def widened(outputs: Outputs) -> Tensor:
     """Return the single output in at least float32: in half precision p (1 - p) of a confident p is zero."""
     tensor = one_tensor(outputs)

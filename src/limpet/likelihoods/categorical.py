@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from limpet.errors import UnsupportedError
-from limpet.likelihoods.base import Likelihood, Outputs, one_tensor, widened
+from limpet.likelihoods.base import Likelihood, Outputs, check_comparable, one_tensor, widened
 from limpet.likelihoods.random import Random, uniform
 
 TOP, TAIL = 64, 16
@@ -217,9 +217,11 @@ class Categorical(Likelihood):
         now = self._logits(outputs).log_softmax(-1)
         before = summary["log_probabilities"].to(now)
         if "labels" in summary:
+            check_comparable(before.shape[:-1], now.shape[:-1])
             now = now.gather(-1, summary["labels"].to(now.device).long())
             weights = summary["weights"].to(now)
         else:
+            check_comparable(before.shape, now.shape)
             weights = before.exp()
         # a label of probability zero contributes nothing, but its log probability may be -inf
         found = torch.where(weights > 0, weights * (before - now), torch.zeros_like(now)).sum(-1)

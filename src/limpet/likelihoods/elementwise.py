@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from limpet.errors import UnsupportedError
-from limpet.likelihoods.base import Likelihood, Outputs, one_tensor, widened
+from limpet.likelihoods.base import Likelihood, Outputs, check_comparable, one_tensor, widened
 from limpet.likelihoods.random import Random, normal, uniform
 
 REDUCTIONS = ("sum", "mean")
@@ -133,6 +133,7 @@ class Bernoulli(Elementwise):
         """Compute KL(before || now) in nats, summed over the outputs of every example."""
         now = widened(outputs)
         before = summary["outputs"].to(now)
+        check_comparable(before.shape, now.shape)
         found = before.sigmoid() * (F.logsigmoid(before) - F.logsigmoid(now))
         found = found + (-before).sigmoid() * (F.logsigmoid(-before) - F.logsigmoid(-now))
         return found.reshape(len(found), -1).sum(1)
@@ -235,6 +236,7 @@ class Gaussian(Elementwise):
     def divergence(self, summary: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
         """Compute KL(before || now) in nats, summed over the outputs of every example."""
         now = widened(outputs)
+        check_comparable(summary["outputs"].shape, now.shape)
         found = (now - summary["outputs"].to(now)).square() / (2 * self._assumed_variance)
         return found.reshape(len(found), -1).sum(1)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from limpet.distributed import Layout, current, is_sharded, local, reshard
+from limpet.distributed import Layout, is_sharded, local, members, reshard
 from limpet.errors import UnsupportedError
 from limpet.model.quantized import differentiable_stand_ins
 
@@ -205,7 +205,7 @@ def _write_shard(name: str, parameter: nn.Parameter, value: Tensor) -> None:
     if is_sharded(value):
         local(parameter).copy_(local(value))
         return
-    ranks = current()
+    ranks = members()
     if ranks is None or value.shape != parameter.shape:
         raise UnsupportedError(
             f"{name} is sharded and has the shape {tuple(parameter.shape)}, so it cannot be replaced with a value of "

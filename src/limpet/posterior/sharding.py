@@ -8,7 +8,7 @@ from types import MappingProxyType
 from torch import Tensor, nn
 
 from limpet.curvature import Structure
-from limpet.distributed import Exchange, Ranks, current, is_sharded, share
+from limpet.distributed import Exchange, Ranks, is_sharded, members, share
 from limpet.errors import UnsupportedError
 from limpet.model import Block
 from limpet.model.quantized import is_quantized
@@ -31,7 +31,7 @@ class BlockSharding:
     @classmethod
     def of(cls, model: nn.Module) -> BlockSharding | None:
         """Create the sharding for a model; None if the model is not sharded."""
-        ranks = current()
+        ranks = members()
         pieces = any(is_sharded(parameter) for parameter in model.parameters())
         return None if ranks is None or not pieces else cls(ranks)
 
