@@ -129,8 +129,8 @@ class Bench:
         trained = self._fresh()
         memory: Any = limpet.load(self.options.work / "memory-self.safetensors", trained)
         begin = time.perf_counter()
-        self._fit(trained, "tuned", memory, [])
-        yield self.point("tuned", trained, time.perf_counter() - begin, memory)
+        self._fit(trained, "plain, no moments", memory, [])
+        yield self.point("plain", trained, time.perf_counter() - begin, memory)
         seen = torch.zeros(len(self.new), dtype=torch.bool)
         seen[torch.cat(self.drawn)] = True
         count = min(CURVATURE_TOKENS // self.new[:, 1:].shape[1], int((~seen).sum()))

@@ -182,7 +182,7 @@ def outputs(model: Any, batch: Batch) -> Tensor:
 def table(runs: list[dict[str, Any]], rate: str) -> str:
     """The accuracy after all tasks, and in brackets when the task had just been learned: means over seeds."""
     lines = [f"| run | {' | '.join(TASKS)} | largest loss | seconds | seeds |", f"|{' --- |' * (len(TASKS) + 4)}"]
-    for what in RUNS:
+    for what in dict.fromkeys([*RUNS, *(run["what"] for run in runs)]):  # earlier ones, too
         same = [run for run in runs if run["what"] == what and run["rate"] == rate]
         if not same:
             continue

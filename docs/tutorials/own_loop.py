@@ -110,6 +110,9 @@ with memory.protect(optimizer, examples=1000):
     print(f"after one epoch of a sixth task: {memory.forecast()}")
 
 # %% [markdown]
+# A forecast says when it is not to be trusted. What was kept of the old tasks can then be measured, on a probe:
+# `memory.consolidate(batches, probe=100)` stores a hundred inputs, and `memory.drift()` compares the outputs on them.
+#
 # Other optimizers work the same way (Adam and its variants get the gradient of the penalty instead of a proximal step),
 # and so do closures, gradient scaling, clipping and schedulers. [Another tutorial](strength.py) explains how to choose
 # the strength.

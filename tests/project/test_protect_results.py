@@ -48,17 +48,17 @@ def test_budgets_are_kept_on_the_probe_and_nearly_on_other_examples(name: str) -
 def test_the_language_model_under_protection() -> None:
     experiment = benchmark("protect_language")
     points = experiment.common.read_records(experiment.RESULTS)
-    assert experiment.table(points, "lora") in PAGE.read_text(), "python -m benchmarks protect_language --draw"
-    ends = {p["what"]: p for p in points if p["kind"] == "lora"}
-    plain = next(
-        p
-        for p in experiment.common.read_records(experiment.common.RESULTS / "repair" / "language.jsonl")
-        if (p["kind"], p["seed"], p["source"], p["what"]) == ("lora", 0, "self", "tuned")
-    )
-    assert ends["protect"]["drift"] < plain["drift"] / 10
-    assert ends["protect"]["new"] - plain["new"] == pytest.approx(0.06, abs=0.005)
-    for budget in (0.01, 0.03, 0.1):
-        assert ends[f"budget {budget}"]["drift"] <= budget
+    for kind, cost in (("lora", 0.06), ("full", 0.04)):
+        assert experiment.table(points, kind) in PAGE.read_text(), "python -m benchmarks protect_language --draw"
+        ends = {p["what"]: p for p in points if p["kind"] == kind}
+        assert ends["protect"]["drift"] < ends["plain"]["drift"] / 10
+        assert ends["protect"]["new"] - ends["plain"]["new"] == pytest.approx(cost, abs=0.005)
+        for budget in (0.01, 0.03, 0.1):
+            assert ends[f"budget {budget}"]["drift"] <= budget
+    moments = [m for p in points for m in p.get("moments", ())]
+    assert len(moments) == 9 and not any(m["trusted"] for m in moments)
+    assert all(15 < m["forecast_drift"] / m["drift"] < 49 for m in moments)
+    assert all(0.42 < m["quadratic"] / m["drift"] < 1.7 for m in moments)
 
 
 @pytest.mark.parametrize("name", ["protect_sentences", "protect_vision"])
@@ -66,3 +66,13 @@ def test_no_forecast_under_adam_is_trusted(name: str) -> None:
     experiment = benchmark(name)
     moments = [m for p in experiment.common.read_records(experiment.RESULTS) for m in p.get("moments", ())]
     assert len(moments) > 80 and not any(moment["trusted"] for moment in moments)
+
+
+def test_three_tasks_in_sequence() -> None:
+    experiment = benchmark("sentences")
+    runs = experiment.common.read_records(experiment.RESULTS)
+    page = PAGE.parents[1].joinpath("sentences", "README.md").read_text()
+    rates = {run["rate"] for run in runs}
+    assert all(experiment.table(runs, rate) in page for rate in rates), "python -m benchmarks sentences --draw"
+    protected = [run for run in runs if run["what"] == "protect"]
+    assert protected and all(experiment.largest_loss(run) < 4 for run in protected)
