@@ -26,6 +26,11 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+def runs_on(size: int) -> list[str]:
+    """All on up to two ranks, and on more, where processes share cores, those that differ the most."""
+    return list(RUNS) if size <= 2 else ["gradient", "budget", "repair to a budget"]
+
+
 def rows(seed: int, count: int) -> Tensor:
     from language_models import VOCABULARY
 
@@ -87,8 +92,8 @@ def run(folder: Path, rank: int, size: int) -> None:
     """Twelve protected steps of every kind; every rank takes its part of the same global batches."""
     make(folder, rank, size)
     new = rows(2, 16)
-    for name, options in RUNS.items():
-        model = adapted(size)
+    for name in runs_on(size):
+        model, options = adapted(size), RUNS[name]
         memory = limpet.load(folder / "memory.safetensors", model)
         assert isinstance(memory, limpet.Memory)
         with torch.no_grad():

@@ -60,6 +60,7 @@ def accuracy(model: nn.Module, task: TensorDataset) -> float:
 #    new task, not of batches and not multiplied by epochs: the penalty is divided by it, because the loss is a mean
 #    over examples.
 # 3. `consolidate` reads the task's data once and adds the task to the memory. Call it while you still have the data.
+#    `probe=20` also stores 20 inputs with the outputs of the model, to measure drift on; leave it out to store no data.
 
 
 # %%
@@ -73,7 +74,7 @@ def learn(strength: float) -> tuple[nn.Module, limpet.OnlineLaplace]:
         loader = DataLoader(task, batch_size=50, shuffle=True)
         with memory.protect(optimizer, examples=len(task)):  # 2
             fit(model, optimizer, loader)
-        memory.consolidate(loader, progress=False)  # 3
+        memory.consolidate(loader, probe=20, progress=False)  # 3
     return model, memory
 
 
@@ -100,19 +101,16 @@ with tempfile.TemporaryDirectory() as folder:
     print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB, {again.tasks} tasks, {again.examples} examples")
 
 # %% [markdown]
-# While the next task trains, the memory estimates how much of the old tasks is being lost, in nats per example. This
-# needs no old data.
+# While the next task trains, the memory measures how far the outputs on its probes have moved, in nats per example.
+# `memory.forecast()` predicts the loss of the old tasks from the weights alone, and says when it is not to be trusted.
 
 # %%
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 with memory.protect(optimizer, examples=1000):
     fit(model, optimizer, DataLoader(blobs(5), batch_size=50, shuffle=True), epochs=1)
-    print(f"after one epoch of a sixth task: {memory.forecast()}")
+    print(f"after one epoch of a sixth task: {memory.drift()}")
 
 # %% [markdown]
-# A forecast says when it is not to be trusted. What was kept of the old tasks can then be measured, on a probe:
-# `memory.consolidate(batches, probe=100)` stores a hundred inputs, and `memory.drift()` compares the outputs on them.
-#
 # Other optimizers work the same way (Adam and its variants get the gradient of the penalty instead of a proximal step),
 # and so do closures, gradient scaling, clipping and schedulers. [Another tutorial](strength.py) explains how to choose
 # the strength.

@@ -115,7 +115,7 @@ def test_adapters_of_a_sharded_model_are_protected_as_in_one_process(tmp_path: P
     for name in sharded_adapters.RUNS:
         one = load_file(tmp_path / f"{name} 1.safetensors")
         assert 0 < one["drift before"] < one["drift"] and one["penalised"] == 12 and one["reached"] == 6
-        for ranks in (2, 4):
+        for ranks in (2, 4) if name in sharded_adapters.runs_on(4) else (2,):
             many = load_file(tmp_path / f"{name} {ranks}.safetensors")
             assert one.keys() == many.keys()
             for key, tensor in one.items():

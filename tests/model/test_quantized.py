@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,11 @@ def test_training_drift_and_repair_are_those_on_the_dequantized_base(kind: str, 
 
 @pytest.mark.parametrize(
     ("kind", "strength"),
-    [("nf4", "auto"), *(pytest.param(*p, marks=pytest.mark.slow) for p in product(["int8", "torchao"], [1.0, "auto"]))],
+    # not int8 with "auto", which draws noise along eigenvectors, whose signs such gradients do not determine
+    [
+        ("nf4", "auto"),
+        *(pytest.param(*p, marks=pytest.mark.slow) for p in (("int8", 1.0), ("torchao", 1.0), ("torchao", "auto"))),
+    ],
 )
 def test_a_memory_made_on_a_quantized_model(kind: str, strength: float | str) -> None:
     models, memories = pair(kind), []

@@ -152,10 +152,15 @@ def random_directions(
     """
     for number, rise in enumerate(RISES):
         step = step_for_rise(blocks, displacer, rise * examples)
-        drawn = [block.push(step, numbered(seed, number, block.block)) for block in blocks]
-        yield [z for z, _ in drawn], displacer.total(sum(rise for _, rise in drawn))
+        yield _pushed(blocks, displacer, step, seed, number)  # no reference is kept while the next one is drawn
         if not step:
             break  # the noise is undamped already: larger increases are out of reach
+
+
+def _pushed(blocks: Sequence[BlockPerturbation], displacer: Displacer, step: float, seed: int, number: int) -> Push:
+    """Push every block of this process; the increase is that of all ranks."""
+    drawn = [block.push(step, numbered(seed, number, block.block)) for block in blocks]
+    return [z for z, _ in drawn], displacer.total(sum(rise for _, rise in drawn))
 
 
 def along_gradient(
