@@ -139,6 +139,11 @@ def train(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None:
             save_file(tensors, folder / f"{mode}-{every}-{budget}.safetensors")
 
 
+def never(_: Tensor) -> None:
+    """A hook of the user, who has not called backward."""
+    raise AssertionError("a hook on a gradient was called")
+
+
 def curves(folder: Path, rank: int, size: int) -> None:
     """Tasks with strength "auto": two in which all labels occur, one in which one never does, and two with smoothing.
 
@@ -150,6 +155,7 @@ def curves(folder: Path, rank: int, size: int) -> None:
         model = is_sharded(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double(), size)
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 2.0)
+            parameter.register_post_accumulate_grad_hook(never)  # such as an optimizer in the backward pass
         memory = limpet.OnlineLaplace(model, strength="auto", fisher="exact", smoothing=0.01 * (name == "smoothing"))
         for task in range(1 if name == "unseen" else 2):
             x = torch.randn(rows, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(task))
@@ -172,6 +178,7 @@ def curves(folder: Path, rank: int, size: int) -> None:
         fresh = memory.forecast(batches[rank::size], curvature="fresh")
         found = [float(fresh), *(value for _, value in sorted(fresh.blocks.items()))]
         tensors[f"{name}/fresh"] = torch.tensor(found, dtype=torch.float64)
+        assert all(p._post_accumulate_grad_hooks for p in model.parameters())  # type: ignore[attr-defined]
         assert all(bool((whole(p.grad) == 2).all()) and p.requires_grad for p in model.parameters())
         memory.save(folder / f"{name}.safetensors")
     if rank == 0:

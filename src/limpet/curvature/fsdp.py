@@ -22,7 +22,7 @@ from limpet.curvature.structure import Structure
 from limpet.distributed import Ranks, reshard
 from limpet.errors import CurvatureError
 from limpet.likelihoods import Likelihood, as_tensors
-from limpet.model.batch import batch_size, call, part
+from limpet.model.batch import batch_size, call, first_example, part
 from limpet.model.blocks import Block
 from limpet.model.own_loss import check_own_loss, has_own_loss
 
@@ -97,7 +97,7 @@ class ShardedPass(FisherPass):
         """Broadcast the first example of one rank's batch to all ranks."""
         sent = None
         if rank == self.ranks.rank and found is not None:
-            sent = part(found[1], slice(0, 1)) if batch_size(found[1]) else found[1]
+            sent = first_example(found[1])
         return self.ranks.broadcast(sent, rank)
 
     def _positions(self, batch: Any, size: int) -> float:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from limpet.distributed import current, is_sharded, reshard
 from limpet.errors import UnsupportedError
 from limpet.likelihoods import Likelihood
-from limpet.model import Forward, call, named_parameters, part, perturbed, prepared, trainable
-from limpet.model.batch import batch_size
+from limpet.model import Forward, call, named_parameters, perturbed, prepared, trainable
+from limpet.model.batch import first_example
 from limpet.model.context import without_gradients
 from limpet.model.unsharded import UnshardedParameters
 
@@ -58,15 +58,12 @@ class LossProbe:
         if ranks is None or not self.sharded:
             return []
         counts = ranks.gather(len(self.batches))
-        most, least = max(counts), min(counts)
-        if most == least:
+        most = max(counts)
+        if most == min(counts):
             return []
-        source, sent = counts.index(most), None
-        if ranks.rank == source:
-            first = self.batches[0]
-            sent = part(first, slice(0, 1)) if batch_size(first) else first
-        device = next(iter(self.parameters.values())).device
-        return [prepared(ranks.broadcast(sent, source), device)] * (most - len(self.batches))
+        source = counts.index(most)
+        sent = ranks.broadcast(first_example(self.batches[0]) if ranks.rank == source else None, source)
+        return [prepared(sent, self.generator.device)] * (most - len(self.batches))
 
     def _run_fillers(self) -> None:
         for filler in self.fillers:

@@ -156,7 +156,7 @@ class Repair:
         else:
             for moved, path in self._paths:
                 values.update(self._values(moved, path, strength * self._weight, scale))
-            if self._whole.anywhere(not all(bool(torch.isfinite(value).all()) for value in values.values())):
+            if self._whole.on_any_rank(not all(bool(torch.isfinite(value).all()) for value in values.values())):
                 raise LimpetError("the repaired weights contain inf or nan: check the curvature for inf or nan")
         self._whole.write(values)
         self.strength, self.scale, self.mark.repaired = strength, scale, strength > 0

@@ -43,6 +43,7 @@ from limpet.methods.repair_pass import RepairOptions, repaired
 from limpet.model import PER_SAMPLE, Forward, counted_examples, full_precision
 from limpet.model.batch import FirstBatches
 from limpet.posterior import BlockPosterior, Posterior
+from limpet.posterior.sharding import fisher_pass
 from limpet.precision import Precision
 
 if TYPE_CHECKING:
@@ -432,14 +433,9 @@ class Laplace(Memory):
             from limpet.curvature.private_pass import PrivatePass
 
             return PrivatePass(*measured, privacy=privacy, **options)
-        if sharding is None:
-            return FisherPass(*measured, displacement=displacement, **options)
-        from limpet.curvature.fsdp import ShardedPass
-
-        sharding.settle(blocks, self.posterior.structure, self.posterior.parameters())
-        return ShardedPass(
-            *measured, ranks=sharding.ranks, owners=sharding.owners, displacement=displacement, **options
-        )
+        if sharding is not None:
+            sharding.settle(blocks, self.posterior.structure, self.posterior.parameters())
+        return fisher_pass(*measured, sharding, displacement=displacement, **options)
 
     def _step_options(self, forward: Forward | None) -> StepOptions:
         """Return the options of the next pass: the settings of this memory, with a seed of its own for every task."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import nn
 
-from limpet.curvature import Fisher, FisherPass
+from limpet.curvature import Fisher
 from limpet.distributed import ReplicatedBatches, current, together
 from limpet.errors import CurvatureError, LimpetError, finite_number, positive_whole
 from limpet.forgetting.displacement import displacements
@@ -23,6 +23,7 @@ from limpet.methods.memory import NO_PROBE
 from limpet.model import Block, Forward, full_precision, part, preserve_state
 from limpet.model.batch import batch_size, check_batches, counted_examples
 from limpet.posterior import Posterior
+from limpet.posterior.sharding import fisher_pass
 from limpet.posterior.whole_parameters import whole_parameters
 
 if TYPE_CHECKING:
@@ -133,9 +134,7 @@ def _solved(memory: Repairable, batches: Iterable[Any], options: RepairOptions) 
     split = HeldOutSplit(batches.batches if isinstance(batches, ReplicatedBatches) else batches, hold_out=hold_out)
     counted = options.examples is not None or options.limit is not None
     fisher = new_fisher(memory, ReplicatedBatches(split) if shared else split, options)
-    sharding = memory.posterior.sharding
-    held = [len(split.held)] if sharding is None else sharding.ranks.gather(len(split.held))
-    if hold_out and not any(held):
+    if hold_out and not memory.posterior.on_any_rank(bool(split.held)):
         raise LimpetError(TOO_FEW)
     look = split.held if hold_out else fisher.first.take(MOST_HELD_OUT // HELD_OUT)
     measures = _measures(memory, look, fisher, options)
@@ -180,14 +179,8 @@ def new_fisher(memory: Repairable, batches: Iterable[Any], options: RepairOption
             "the model's weights equal the memory's mean, so there is nothing to repair: pass the tuned model"
         )
     blocks = [block for block in memory._planned(also=moved) if moved.issuperset(block.parameters)]
-    measured = memory.model, blocks, _likelihood(memory, options), posterior.structure.complete(blocks)
-    step = memory._step_options(options.forward)
-    if sharding is None:
-        one_pass = FisherPass(*measured, **step)
-    else:
-        from limpet.curvature.fsdp import ShardedPass
-
-        one_pass = ShardedPass(*measured, ranks=sharding.ranks, owners=sharding.owners, **step)
+    structure, step = posterior.structure.complete(blocks), memory._step_options(options.forward)
+    one_pass = fisher_pass(memory.model, blocks, _likelihood(memory, options), structure, sharding, **step)
     return one_pass.run(batches, examples=options.examples, limit=options.limit, progress=options.progress)
 
 

@@ -79,6 +79,11 @@ def batch_size(batch: Any) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
+def first_example(batch: Any) -> Any:
+    """Return the first example of a batch, as a batch; the whole batch if its rows cannot be counted."""
+    return part(batch, slice(0, 1)) if batch_size(batch) else batch
+
+
 def part(batch: Any, examples: slice) -> Any:
     """Return some examples of a batch.
 

@@ -146,6 +146,10 @@ class Posterior:
                     added.setdefault(weights[names[one.weight]], []).append(one)
         return _EffectiveWeights(weights, added)
 
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether a flag is set: in this process, or, of a sharded model, on any rank, which is a collective."""
+        return flag if self.sharding is None else any(self.sharding.ranks.gather(flag))
+
     def base_weights(self, sharding: BlockSharding) -> dict[str, Tensor]:
         """Gather the parameters of the blocks that this rank owns. This is a collective."""
         parameters = self.parameters()

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from limpet.curvature import Structure
+from limpet.curvature import FisherPass, Structure
 from limpet.distributed import Exchange, Ranks, is_sharded, members, share
 from limpet.errors import UnsupportedError
 from limpet.model import Block
 from limpet.model.quantized import is_quantized
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from limpet.curvature.batch_step import StepOptions
+    from limpet.curvature.fisher_pass import Displacement
+    from limpet.likelihoods import Likelihood
 
 NOTHING_ELSE: Mapping[str, int] = MappingProxyType({})
 
@@ -90,6 +98,38 @@ class BlockSharding:
         """
         names = {name for block in self.blocks.values() for name in block.parameters}
         return Exchange(self.ranks, parameters, {**{name: self.owners[name] for name in sorted(names)}, **also})
+
+
+def fisher_pass(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    likelihood: Likelihood,
+    structure: Structure,
+    sharding: BlockSharding | None,
+    *,
+    displacement: Displacement | None = None,
+    **options: Unpack[StepOptions],
+) -> FisherPass:
+    """Create the Fisher pass for a model: a `ShardedPass` if the model is sharded.
+
+    Args:
+        model: The model.
+        blocks: The blocks of parameters to measure, of all ranks.
+        likelihood: The likelihood that defines the Fisher.
+        structure: The structure of each block's Fisher.
+        sharding: Which rank owns which block; None if the model is not sharded.
+        displacement: Displacement of the weights at which each batch is measured. None measures at the weights.
+        **options: `fisher`, `draws`, `seed` and `forward` of the pass.
+
+    Returns:
+        The pass.
+    """
+    measured = model, blocks, likelihood, structure
+    if sharding is None:
+        return FisherPass(*measured, displacement=displacement, **options)
+    from limpet.curvature.fsdp import ShardedPass
+
+    return ShardedPass(*measured, ranks=sharding.ranks, owners=sharding.owners, displacement=displacement, **options)
 
 
 def reject_sharded(sharding: BlockSharding | None, what: str, fix: str) -> None:

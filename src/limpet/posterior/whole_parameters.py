@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from limpet.distributed import Exchange, local
+from limpet.distributed import local
 from limpet.model import named_parameters
 from limpet.model.adapters import adapted_parameters
 from limpet.model.low_rank import LowRank
@@ -38,8 +38,8 @@ class WholeParameters(Protocol):
     def adapted(self) -> Mapping[nn.Parameter, Sequence[LowRank]]:
         """The adapters."""
 
-    def anywhere(self, flag: bool) -> bool:
-        """Whether the flag is set on any of the ranks that own these parameters."""
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether a flag is set on any of the ranks that own these parameters."""
 
     def write(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Write new values of these parameters, or of the factors of their adapters, to the model.
@@ -57,7 +57,7 @@ class OwnParameters:
     parameters: Mapping[str, nn.Parameter]
     adapted: Mapping[nn.Parameter, Sequence[LowRank]]
 
-    def anywhere(self, flag: bool) -> bool:
+    def on_any_rank(self, flag: bool) -> bool:
         """Return the flag: this process has all parameters."""
         return flag
 
@@ -100,9 +100,9 @@ class GatheredParameters:
                     weight = self.parameters[names[one.weight]]
                     self.adapted.setdefault(weight, []).append(replace(one, weight=weight))
 
-    def anywhere(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank. This is a collective."""
-        return any(self._sharding.ranks.gather(flag))
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether a flag is set on any rank. This is a collective."""
+        return self._posterior.on_any_rank(flag)
 
     @torch.no_grad()
     def write(self, values: Mapping[nn.Parameter, Tensor]) -> None:
@@ -110,7 +110,7 @@ class GatheredParameters:
         own = {self._names[copy]: value.to(copy) for copy, value in values.items()}
         parameters, ranks = self._posterior.parameters(), self._sharding.ranks
         names = {name for some in ranks.gather(sorted(own)) for name in some}
-        exchange: Exchange = self._sharding.exchange(parameters, self._owners)
+        exchange = self._sharding.exchange(parameters, self._owners)
         for name, piece in exchange.give(own, names).items():
             local(parameters[name]).copy_(piece)
 

@@ -268,9 +268,7 @@ class Protection:
 
     def _repair(self, step: RepairStep) -> None:
         """Repair the model, unless training has not moved it."""
-        sharding = self.posterior.sharding
-        moved = [self._watch.moved()] if sharding is None else sharding.ranks.gather(self._watch.moved())
-        if any(moved):
+        if self.posterior.on_any_rank(self._watch.moved()):
             step.run()
         self._forecasts = self._forecasts[0], self._forecast()
         self._warnings = () if step.failure is None else (step.failure,)
