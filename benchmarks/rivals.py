@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import common
 import limpet
@@ -73,7 +73,7 @@ class Rivals:
         """The network after the first task, with a new head."""
         self.model.load_state_dict(self.start)
         torch.manual_seed(1000 + self.seed)
-        self.model.classifier = nn.Linear(self.head.in_features, self.head.out_features)
+        self.model.classifier.reset_parameters()
 
     def old_logits(self, model: Any, batch: Any) -> Tensor:
         """The outputs of the first task, through its own head."""

@@ -103,9 +103,12 @@ def train(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None:
     runs: list[tuple[str, int, float | None]] = [("proximal", 1, None), ("proximal", 4, None)]
     runs += [("gradient", 1, None), ("gradient", 3, None)]
     runs += [("proximal", 1, 0.05), ("gradient", 1, 0.05)] if sharded else []
-    runs += [("repair", 1, None)]
+    runs += [("repair", 1, None)] if sharded else [("repair", 1, None), ("repair, new head", 1, None)]
     for mode, every, budget in runs:
-        model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double()
+        new_head = mode.endswith("head")  # a small one, which a probe stores
+        width = 24 if new_head else 10
+        deeper = [nn.Linear(width, width), nn.Tanh()] if new_head else []
+        model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), *deeper, nn.Linear(width, 3)).double()
         with torch.no_grad():
             for parameter in model.parameters():
                 seed = torch.Generator().manual_seed(parameter.numel())
@@ -115,11 +118,13 @@ def train(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None:
         net: nn.Module = model
         if size > 1:
             net = is_sharded(model, size) if sharded else DistributedDataParallel(model)
-        memory = limpet.OnlineLaplace(net, strength=4.0)
+        memory = limpet.OnlineLaplace(net, strength=4.0, exclude=["4"] if new_head else [])
         memory.consolidate([(x[rank::size], y[rank::size])], probe=80, progress=False)
+        if new_head:
+            model[4].weight.data.neg_()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-        options: dict[str, Any] = {"mode": mode, "every": every, "budget": budget}
-        if mode == "repair":  # the ranks have different numbers of batches
+        options: dict[str, Any] = {"mode": mode.partition(",")[0], "every": every, "budget": budget}
+        if options["mode"] == "repair":  # the ranks have different numbers of batches
             new = x.flip(0)[rank::size].split(10 if rank else 3), y[rank::size].split(10 if rank else 3)
             options |= {"batches": list(zip(*new, strict=True)), "repair": {"strength": 1.0}}
         with memory.protect(optimizer, examples=80, **options) as protection:
@@ -131,6 +136,7 @@ def train(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None:
         tensors = {name: whole(p) for name, p in model.named_parameters()}
         if protection.repair is not None:
             loss = protection.repair.measured().loss
+            assert protection.repair.refitted == ("4" if new_head else None)
             tensors["new loss"] = torch.tensor(loss, dtype=torch.float64)
         tensors["forecast"] = torch.tensor(memory.forecast().quadratic, dtype=torch.float64)
         if sharded or size == 1:  # of all examples, in another order; every replica has a probe of its own

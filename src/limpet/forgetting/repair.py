@@ -28,6 +28,7 @@ from limpet.curvature.progress import Progress
 from limpet.errors import LimpetError, LimpetWarning, NotProtectedWarning, UnsupportedError, finite_number, warn
 from limpet.forgetting.displacement import Displacement, cut_to_rank, displacements, is_direct
 from limpet.forgetting.drift import Drift
+from limpet.forgetting.output_layer import OutputLayer
 from limpet.model import Block
 from limpet.posterior import BlockPosterior, Posterior
 from limpet.posterior.summary import aligned
@@ -108,6 +109,7 @@ class Repair:
         measures: Functions that measure the model at its current weights.
         weight: Factor applied to every strength: the fraction of the new data that the Fisher was estimated on.
         rank: Truncate adapters to this rank if it is smaller than their own; None keeps their rank.
+        head: A new output layer, which is fitted again at every point of the path.
 
     Attributes:
         strength: The current strength; 0 for the tuned weights.
@@ -123,17 +125,23 @@ class Repair:
         *,
         weight: float,
         rank: int | None,
+        head: OutputLayer | None = None,
     ) -> None:
         self._paths, self._whole, self._measures, self._weight, self._rank = paths, whole, measures, weight, rank
+        self._head = head
         self._tuned = {p: p.detach().clone() for moved, _ in paths for p in moved.changed}
         self.strength, self.scale, self.mark = 0.0, 1.0, RepairMark()
+
+    @property
+    def refitted(self) -> str | None:
+        """Name of the output layer that is fitted again at every point of the path; None if there is none."""
+        return None if self._head is None else self._head.name
 
     @property
     def blocks(self) -> list[str]:
         """Names of the repaired blocks; in a sharded model, those that this rank owns."""
         return [moved.block.name for moved, _ in self._paths]
 
-    @torch.no_grad()
     def at(self, strength: float, scale: float = 1.0) -> Repair:
         """Move the model to a point of the path, without another pass or decomposition.
 
@@ -150,6 +158,14 @@ class Repair:
             LimpetError: If the repaired weights would contain inf or nan. The model is then left unchanged.
         """
         strength, scale = finite_number("strength", strength), finite_number("scale", scale)
+        self._move(strength, scale)
+        if self._head is not None and (strength, scale) != (0, 1):
+            self._head.fit()
+        return self
+
+    @torch.no_grad()
+    def _move(self, strength: float, scale: float) -> None:
+        """Move the weights that the memory covers to a point of the path, below the output layer as it was trained."""
         values: dict[nn.Parameter, Tensor] = {}
         if strength == 0 and scale == 1:
             values = self._tuned
@@ -158,9 +174,10 @@ class Repair:
                 values.update(self._values(moved, path, strength * self._weight, scale))
             if self._whole.on_any_rank(not all(bool(torch.isfinite(value).all()) for value in values.values())):
                 raise LimpetError("the repaired weights contain inf or nan: check the curvature for inf or nan")
+        if self._head is not None:
+            self._head.restore()
         self._whole.write(values)
         self.strength, self.scale, self.mark.repaired = strength, scale, strength > 0
-        return self
 
     def _values(self, moved: Displacement, path: Pencil, strength: float, scale: float) -> dict[nn.Parameter, Tensor]:
         """Compute the values of the parameters of one block at a point of the path."""
@@ -311,7 +328,7 @@ class Repair:
         self.undo()
         if drift() <= budget:
             return self
-        if tolerance is not None and (rest := self._measure_at(drift, 0.0, 0.0)) > budget:
+        if tolerance is not None and (rest := self._measure_at(drift, 0.0, 0.0, refit=False)) > budget:
             warn(
                 f"without the update of the weights that the memory covers, the drift is still {rest:.3g} nats, so the "
                 "model was repaired as far as the loss on the new data allows: if it has a new head, pass a "
@@ -321,7 +338,7 @@ class Repair:
             return self._affording(*self._limit(tolerance, LIMIT, MOST), scale)
         # twice as fine as for a tolerance, because the drift falls faster than the strength rises
         enough, found = falls_to(
-            lambda s: self._measure_at(drift, s, scale), budget, furthest=FURTHEST, close=CLOSE / 2
+            lambda s: self._measure_at(drift, s, scale, refit=False), budget, furthest=FURTHEST, close=CLOSE / 2
         )
         self.at(enough, scale)
         if tolerance is not None:
@@ -342,6 +359,8 @@ class Repair:
     ) -> tuple[Callable[[], float], float]:
         """The loss on held-out new data, and how large it may become; the model has its tuned weights afterwards.
 
+        What was learned counts from the weights before, below the trained output layer.
+
         Args:
             tolerance: The allowed increase, or "auto" for the smaller of `nats` and `share` of what was learned.
             nats: A number of nats per example.
@@ -354,13 +373,23 @@ class Repair:
         tuned = loss()
         if tolerance != "auto":
             return loss, tuned + finite_number("tolerance", tolerance)
-        learned = self._measure_at(loss, 0.0, 0.0) - tuned
+        learned = self._measure_at(loss, 0.0, 0.0, refit=False) - tuned
         self.undo()
         return loss, tuned + max(0.0, min(nats, share * learned))
 
-    def _measure_at(self, measure: Callable[[], float], strength: float, scale: float) -> float:
-        """Move the model to a point of the path and measure it there."""
-        self.at(strength, scale)
+    def _measure_at(self, measure: Callable[[], float], strength: float, scale: float, *, refit: bool = True) -> float:
+        """Move the model to a point of the path and measure it there.
+
+        Args:
+            measure: The measurement.
+            strength: Multiplier of the old curvature.
+            scale: Multiplier of the update.
+            refit: Whether to fit the output layer. The drift does not depend on it.
+        """
+        if refit:
+            self.at(strength, scale)
+        else:
+            self._move(strength, scale)
         return measure()
 
 
@@ -371,6 +400,7 @@ def solve(
     *,
     weight: float = 1.0,
     rank: int | None = None,
+    head: OutputLayer | None = None,
     progress: bool = True,
 ) -> Repair:
     """Compute the repair path of every block that training has moved, the memory covers and the new data use.
@@ -381,6 +411,7 @@ def solve(
         measures: Functions that measure the model along the path.
         weight: Factor applied to every strength: the fraction of the new data that the Fisher was estimated on.
         rank: Truncate adapters to this rank if it is smaller than their own; None keeps their rank.
+        head: A new output layer, to be fitted again at every point of the path.
         progress: Whether to show a progress bar if this takes long.
 
     Returns:
@@ -409,7 +440,7 @@ def solve(
             bar.update(1)
     finally:
         bar.close()
-    return Repair(paths, whole, measures, weight=weight, rank=rank)
+    return Repair(paths, whole, measures, weight=weight, rank=rank, head=head)
 
 
 def _seen(fisher: Fisher, block: Block) -> bool:

@@ -28,6 +28,7 @@ def repair(
     tolerance: float | Literal["auto"] | None = None,
     budget: float | None = None,
     rank: int | None = None,
+    refit: bool = True,
     examples: int | None = None,
     limit: int | None = None,
     forward: Forward | None = None,
@@ -42,8 +43,10 @@ def repair(
     quadratics (`limpet.forgetting.repair` has the formula and references). Train as usual, with any optimizer, and
     call this once at the end.
 
-    In layers with LoRA adapters the adapters are repaired, at their own rank. Parameters that the memory does not
-    protect (a new head, excluded parameters) and buffers (running statistics of batch norm) keep their tuned values.
+    In layers with LoRA adapters the adapters are repaired, at their own rank. A new linear output layer, which replaces
+    the one that the memory's probe stores, is fitted again to the repaired features
+    (`limpet.forgetting.output_layer`). All other parameters that the memory does not protect and buffers (running
+    statistics of batch norm) keep their tuned values.
     If an error is raised, the model keeps its tuned weights.
 
     Args:
@@ -60,6 +63,7 @@ def repair(
             as well, the drift is reduced to the budget or as far as the tolerance allows; "auto" is then 0.3, but at
             most half of what was learned.
         rank: Truncate adapters to this rank if it is lower than their own.
+        refit: Fit a new output layer again. Models that are sharded keep it as it was trained.
         examples: Number of examples in the new data, if `batches` contains only some of them.
         limit: Use at most this many examples to measure the curvature.
         forward: `forward(model, batch)` returns `(outputs, targets)`. Needed for batches that are neither pairs nor
@@ -103,6 +107,7 @@ def repair(
         tolerance=tolerance,
         budget=budget,
         rank=rank,
+        refit=refit,
         examples=examples,
         limit=limit,
         forward=forward,

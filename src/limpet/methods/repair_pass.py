@@ -17,6 +17,7 @@ from limpet.errors import CurvatureError, LimpetError, finite_number, positive_w
 from limpet.forgetting.displacement import displacements
 from limpet.forgetting.drift import Drift
 from limpet.forgetting.loss_probe import LossProbe
+from limpet.forgetting.output_layer import OutputLayer, new_output_layer
 from limpet.forgetting.repair import Measures, Repair, RepairMark, solve
 from limpet.likelihoods import Likelihood, resolve
 from limpet.methods.memory import NO_PROBE
@@ -36,6 +37,9 @@ HELD_OUT = 5
 MOST_HELD_OUT = 1000
 """Maximum number of held-out rows."""
 
+MOST_REFITTED = 1000
+"""Maximum number of rows that a new output layer is fitted to."""
+
 TOO_FEW = "tolerance= holds out part of the batches, but there is only one small batch: pass more data, or strength="
 
 
@@ -53,6 +57,7 @@ class RepairOptions:
     tolerance: float | Literal["auto"] | None = None
     budget: float | None = None
     rank: int | None = None
+    refit: bool = True
     examples: int | None = None
     limit: int | None = None
     forward: Forward | None = None
@@ -139,7 +144,15 @@ def _solved(memory: Repairable, batches: Iterable[Any], options: RepairOptions) 
     look = split.held if hold_out else fisher.first.take(MOST_HELD_OUT // HELD_OUT)
     measures = _measures(memory, look, fisher, options)
     weight = 1.0 if counted else split.share
-    return solve(memory.posterior, fisher, measures, weight=weight, rank=options.rank, progress=options.progress)
+    return solve(
+        memory.posterior,
+        fisher,
+        measures,
+        weight=weight,
+        rank=options.rank,
+        head=_output_layer(memory, fisher, options),
+        progress=options.progress,
+    )
 
 
 def _measures(memory: Repairable, held_out: list[Any], fisher: Fisher, options: RepairOptions) -> Measures:
@@ -165,6 +178,18 @@ def _measures(memory: Repairable, held_out: list[Any], fisher: Fisher, options: 
     if not math.isfinite(loss()):  # before any weight moves, so that sampled targets come from the tuned model
         raise LimpetError("the loss on the new data is not finite: check the data for inf, nan or missing targets")
     return Measures(forecast=lambda: float(memory._forecast()), loss=loss, drift=drift if memory.probes else None)
+
+
+def _output_layer(memory: Repairable, fisher: Fisher, options: RepairOptions) -> OutputLayer | None:
+    """Return the new output layer to fit again, on rows that the curvature was measured on."""
+    if not options.refit or memory.posterior.sharding is not None:
+        return None
+    ranks = current()
+    rows = fisher.first.take(MOST_REFITTED // (1 if ranks is None else ranks.size))
+    if ranks is not None and not all(ranks.gather(bool(rows))):
+        return None
+    covered = {name for held in memory.posterior.held.values() for name in held.block.parameters}
+    return new_output_layer(memory.model, memory.probes, covered, rows, options.forward)
 
 
 def new_fisher(memory: Repairable, batches: Iterable[Any], options: RepairOptions) -> Fisher:
