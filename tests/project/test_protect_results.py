@@ -28,7 +28,7 @@ def test_protection_keeps_the_old_task_and_learns_the_new_one(name: str) -> None
     protected = [p for p in points if p["what"] == "protect"]
     lost = [plain[p["seed"], p["rate"]] - p["new"][0] for p in protected]
     assert len(protected) == 9 and all(p["old"][0] > p["before"][0] - 4 for p in protected)
-    assert sum(loss > 6 for loss in lost) == (2 if name == "protect_vision" else 0) and max(lost) < 8.5
+    assert max(lost) <= (1 if name == "protect_vision" else 6)
 
 
 @pytest.mark.parametrize("name", ["protect_sentences", "protect_vision"])
@@ -55,6 +55,11 @@ def test_the_language_model_under_protection() -> None:
         assert ends["protect"]["new"] - ends["plain"]["new"] == pytest.approx(cost, abs=0.005)
         for budget in (0.01, 0.03, 0.1):
             assert ends[f"budget {budget}"]["drift"] <= budget
+    rehearsed, protected = (
+        next(p for p in points if (p["kind"], p["what"]) == ("lora", what)) for what in ("self-rehearsal", "protect")
+    )
+    assert rehearsed["drift"] < protected["drift"] and rehearsed["old"] - protected["old"] > 0.08
+    assert protected["new"] - rehearsed["new"] == pytest.approx(0.04, abs=0.005)
     moments = [m for p in points for m in p.get("moments", ())]
     assert len(moments) == 9 and not any(m["trusted"] for m in moments)
     assert all(15 < m["forecast_drift"] / m["drift"] < 49 for m in moments)
