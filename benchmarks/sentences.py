@@ -5,9 +5,9 @@
 
 Is a long review (IMDB) positive? Is a short one (Rotten Tomatoes)? Are the words of a text in their original order?
 Every task has a head of its own, and the whole network except its embeddings is trained, with AdamW: without protection
-("plain"), with `memory.protect` as it is by default, which repairs the model after every task ("protect"), and with a
-penalty in the gradients ("penalty"). Each run is recorded when it ends, so an interrupted command resumes with the next
-one.
+("plain"), with `memory.protect` as it is by default, which repairs the model after every task ("protect"), the same
+with the new head as it was trained ("protect, refit off"), and with a penalty in the gradients ("penalty"). Each run is
+recorded when it ends, so an interrupted command resumes with the next one.
 M is a folder or a name on the hub; R has the columns text, label and source ("imdb" or "rotten_tomatoes").
 """
 
@@ -32,7 +32,7 @@ from common import versions
 
 RESULTS = common.RESULTS / "sentences" / "runs.jsonl"
 TASKS = ("imdb", "rotten_tomatoes", "order of words")
-RUNS = ("plain", "protect", "penalty")
+RUNS = ("plain", "protect", "protect, refit off", "penalty")
 RATES = ("3e-5", "1e-4", "2e-4")
 LENGTH, BATCH = 48, 16
 MEASURED, PROBE = 200, 100  # examples of a task that its curvature and its drift are measured on
@@ -116,26 +116,40 @@ class Experiment:
             model.base_model.encoder.layer[: -self.blocks].requires_grad_(False)
         return model
 
+    @staticmethod
+    def memory(model: Any) -> limpet.OnlineLaplace:
+        """The memory of the README."""
+        return limpet.OnlineLaplace(model, strength="auto", prior_mean="initial", exclude=["classifier"])
+
+    @staticmethod
+    def optimizer(model: Any, rate: float) -> torch.optim.Optimizer:
+        """A new head, and an optimizer for the parameters that train."""
+        model.classifier.reset_parameters()
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
+
+    def consolidate(self, memory: limpet.Memory, name: str) -> None:
+        """Add a task to the memory."""
+        memory.consolidate(self.train[name], limit=MEASURED, examples=self.examples, probe=PROBE)
+
     def run(self, what: str, rate: float, epochs: int) -> dict[str, Any]:
         """The accuracy on every task after each one, and the drift of the earlier ones on their probes."""
         model = self.fresh()
         memory = None
         if what != "plain":
-            memory = limpet.OnlineLaplace(model, strength="auto", prior_mean="initial", exclude=["classifier"])
+            memory = self.memory(model)
         heads: dict[str, dict[str, Tensor]] = {}
         found: dict[str, Any] = {"accuracy": [], "drift": []}
         begin = time.perf_counter()
         for name in self.tasks:
-            model.classifier.reset_parameters()
-            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
+            optimizer = self.optimizer(model, rate)
             with self._protected(memory, optimizer, what):
-                self._fit(model, optimizer, name, epochs)
+                self.fit(model, optimizer, name, epochs)
             heads[name] = {key: tensor.clone() for key, tensor in model.classifier.state_dict().items()}
-            found["accuracy"].append([self._accuracy(model, other, head) for other, head in heads.items()])
+            found["accuracy"].append(self.accuracies(model, heads))
             if memory is not None:
                 found["drift"].append(round(float(memory.drift()), 4) if memory.probes else None)
                 if name != self.tasks[-1]:
-                    memory.consolidate(self.train[name], limit=MEASURED, examples=self.examples, probe=PROBE)
+                    self.consolidate(memory, name)
             print(f"{what} at {rate}, after {name}: {found}", flush=True)
         return found | {"seconds": round(time.perf_counter() - begin)}
 
@@ -144,9 +158,11 @@ class Experiment:
             return nullcontext()
         if what == "penalty":
             return memory.protect(optimizer, examples=self.examples, mode="gradient", every=4)
-        return memory.protect(optimizer, examples=self.examples)
+        refit = None if what == "protect" else {"refit": False}
+        return memory.protect(optimizer, examples=self.examples, repair=refit)
 
-    def _fit(self, model: Any, optimizer: Any, name: str, epochs: int) -> None:
+    def fit(self, model: Any, optimizer: Any, name: str, epochs: int) -> None:
+        """Train the model on a task."""
         model.train()
         generator = torch.Generator().manual_seed(self.seed)
         batches = self.train[name]
@@ -158,6 +174,10 @@ class Experiment:
                 torch.autograd.backward(F.cross_entropy(outputs(model, batches[i]), batches[i]["labels"]))
                 optimizer.step()
                 rate.step()
+
+    def accuracies(self, model: Any, heads: dict[str, dict[str, Tensor]]) -> list[float]:
+        """The accuracy on every task that has a head, in percent."""
+        return [self._accuracy(model, name, head) for name, head in heads.items()]
 
     @torch.no_grad()
     def _accuracy(self, model: Any, name: str, head: dict[str, Tensor]) -> float:

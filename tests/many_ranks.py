@@ -399,15 +399,8 @@ def wrong(rank: int) -> None:
             say(f"alone: {memory.examples}")
 
 
-def main() -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    what, rest = sys.argv[1], sys.argv[2:]
-    several = dist.is_torchelastic_launched()
-    if several:
-        # after a kill, the first restart may fail to connect: it is to fail soon, and the next one connects
-        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    rank, size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+def job(what: str, rest: list[str], rank: int, size: int) -> None:
+    """Run one job of the list above."""
     jobs: dict[str, Any] = {
         "pass": lambda: passes(Path(rest[0]), rank, size),
         "train": lambda: train(Path(rest[0]), rank, size),
@@ -426,6 +419,31 @@ def main() -> None:
         "adapters": lambda: sharded_adapters.run(Path(rest[0]), rank, size),
     }
     jobs[what]()
+
+
+def connect() -> None:
+    """Join the other ranks.
+
+    torchrun keeps one store over its restarts, in which gloo would find the addresses of processes that are gone, so
+    every attempt has keys of its own.
+    """
+    host, port, attempt, rank, size = (
+        os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE")
+    )
+    timeout = timedelta(seconds=60)
+    store = dist.PrefixStore(f"attempt {attempt}", dist.TCPStore(host, int(port), timeout=timeout))
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(size), timeout=timeout)
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    what, rest = sys.argv[1], sys.argv[2:]
+    several = dist.is_torchelastic_launched()
+    if several:
+        connect()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+    job(what, rest, rank, size)
     say(f"rank {rank} is done")
     if several:
         dist.destroy_process_group()

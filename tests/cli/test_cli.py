@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from limpet import cli
+from command_line import limpet
 from limpet.experiments.record import RunFolder
 from limpet.version import __version__
 
@@ -49,19 +49,6 @@ class Frozen(Method):
     def learned(self, lesson, earlier):
         self.known = True
 '''
-
-
-def limpet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit code, standard output, standard error."""
-    monkeypatch.setattr(sys, "argv", ["limpet", *words])
-    monkeypatch.setattr(cli.console, "_width", 200)
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as end:
-        code = int(end.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 @pytest.mark.parametrize("command", [[], ["run"], ["sweep"], ["report"], ["list"], ["plan"]])

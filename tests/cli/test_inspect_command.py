@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from rich.console import Console
 
+import command_line
 import limpet
 import networks
-from limpet import cli
 from limpet.errors import MemoryFileError
 from limpet.experiments.console import show_inspection
 from limpet.methods.inspect import inspect
@@ -49,14 +49,9 @@ def test_the_command_shows_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved(tmp_path / "memory.safetensors", "kronecker")
-    monkeypatch.setattr(
-        "sys.argv", ["limpet", "inspect", str(tmp_path / "memory.safetensors"), "--plot", str(tmp_path / "stakes.png")]
-    )
-    monkeypatch.setattr(cli.console, "_width", 200)
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert not end.value.code
-    said = capsys.readouterr().out
+    words = ["inspect", str(tmp_path / "memory.safetensors"), "--plot", str(tmp_path / "stakes.png")]
+    code, said, _ = command_line.limpet(monkeypatch, capsys, *words)
+    assert code == 0
     found = inspect(tmp_path / "memory.safetensors")
     for block in found.blocks:
         assert block.name in said and f"{100 * block.decided:.0f} %" in said and f"{block.at_stake:.3g}" in said

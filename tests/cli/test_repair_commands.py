@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+import command_line
 import limpet
 from limpet.errors import LimpetError
 from limpet.integrations import causal_lm
@@ -254,7 +255,9 @@ def test_samples_begin_with_the_prompts(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_wrong_is_one_line(folder: Path, memory: Path, tmp_path: Path) -> None:
+def test_what_is_wrong_is_one_line(
+    folder: Path, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = ["--model", str(folder / "base")]
     tuned = [*base, "--tuned", str(folder / "adapter"), "--memory", str(memory)]
     data = ["--data", str(folder / "new.txt"), "--length", "8"]
@@ -278,10 +281,10 @@ def test_what_is_wrong_is_one_line(folder: Path, memory: Path, tmp_path: Path) -
     ]
     for words, told in cases:
         with FileLock(tmp_path / "used.lock", tmp_path / "used"):
-            done = command(*words)
-        assert done.returncode == 2, words
-        assert told in " ".join(done.stderr.split()), done.stderr
-        assert "Traceback" not in done.stderr
+            code, _, printed = command_line.limpet(monkeypatch, capsys, *words)
+        assert code == 2, words
+        assert told in " ".join(printed.split()), printed
+        assert "Traceback" not in printed
 
 
 @pytest.mark.parametrize("options", [True, {"tolerance": 0.05}], ids=["strength 1", "tolerance"])

@@ -12,7 +12,7 @@ which have heads of their own. The ridge minimizes the leave-one-out error, whic
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from limpet.forgetting.probe import Probe
 from limpet.model import Forward, call, full_precision, named_parameters, prepared, preserve_state
 
 RIDGES = tuple(10.0**exponent for exponent in range(-7, 4))
-"""Candidates for the ridge, in units of the mean variance of a feature times the number of rows."""
+"""Candidates for the ridge, in units of the mean, over features, of the sum of squares of a centered feature."""
 
 
 class OutputLayer:
@@ -49,20 +49,19 @@ class OutputLayer:
 
     @torch.no_grad()
     def fit(self) -> None:
-        """Fit the layer to the current features."""
-        if not self._is_in_place():
-            return None
+        """Fit the layer to the current features. A layer that has replaced it in the model is not touched."""
+        if self._layer not in self._model.modules():
+            return
         features, _ = self._run()
         weight, bias = self._layer.weight, self._layer.bias
         trained = [p.double().cpu() for p in self._trained]
         missing = self._outputs - features @ trained[0].T - (0.0 if bias is None else trained[1])
         change, constant = ridge_regression(features, missing, intercept=bias is not None)
         if not bool(torch.isfinite(change).all() and torch.isfinite(constant).all()):
-            return self.restore()
+            return
         weight.copy_(trained[0] + change)
         if bias is not None:
             bias.copy_(trained[1] + constant)
-        return None
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -70,23 +69,14 @@ class OutputLayer:
         for parameter, value in zip(self._layer.parameters(), self._trained, strict=True):
             parameter.copy_(value)
 
-    def _is_in_place(self) -> bool:
-        """Whether the model still has this layer; one that has replaced it is not touched."""
-        return self._layer in self._model.modules()
-
     def _run(self) -> tuple[Tensor, Tensor]:
         """Return the features and the outputs of the rows of all ranks, in float64 on the CPU."""
-        found: list[tuple[Tensor, Tensor]] = []
-        hook = self._layer.register_forward_hook(lambda _, inputs, outputs: found.append((inputs[0], outputs)))
-        device = self._layer.weight.device
-        try:
-            with preserve_state(self._model), torch.no_grad(), full_precision():
-                for batch in self._batches:
-                    call(self._model, prepared(batch, device), self._forward)
-        finally:
-            hook.remove()
-        features, outputs = (torch.cat([t.detach().double().cpu() for t in some]) for some in zip(*found, strict=True))
-        return _of_all_ranks(features), _of_all_ranks(outputs)
+        _, calls = _recorded(self._model, {self.name: self._layer}, self._batches, self._forward)
+        features, outputs = (
+            _of_all_ranks(torch.cat([tensor.double().cpu() for tensor in tensors]))
+            for tensors in zip(*calls[self.name], strict=True)
+        )
+        return features, outputs
 
 
 def new_output_layer(
@@ -124,19 +114,9 @@ def new_output_layer(
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and new.issuperset(module.parameters()) and module.weight not in same
     }
-    found: dict[str, Any] = {}
-    hooks = [
-        module.register_forward_hook(lambda _, inputs, outputs, name=name: found.update({name: (inputs[0], outputs)}))
-        for name, module in layers.items()
-    ]
-    try:
-        with preserve_state(model), torch.no_grad(), full_precision():
-            outputs, _ = call(model, prepared(batches[0], next(model.parameters()).device), forward)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for name, (features, own_outputs) in found.items():
-        if isinstance(outputs, Tensor) and features.dim() == own_outputs.dim() == 2 and _same(outputs, own_outputs):
+    (outputs,), calls = _recorded(model, layers, batches[:1], forward)
+    for name, found in calls.items():
+        if len(found) == 1 and isinstance(outputs, Tensor) and outputs.dim() == 2 and _same(outputs, found[0][1]):
             return OutputLayer(model, name, batches, forward)
     return None
 
@@ -153,7 +133,7 @@ def ridge_regression(
         features: Features of every row, of shape (rows, features).
         targets: Targets of every row, of shape (rows, outputs).
         intercept: Whether to fit a constant, which is not shrunk.
-        ridges: Candidates, in units of the mean squared singular value.
+        ridges: Candidates, in the unit of `RIDGES`.
 
     Returns:
         The weights, of shape (outputs, features), and the constant, of shape (outputs,).
@@ -174,6 +154,35 @@ def ridge_regression(
     solved = torch.where(squares > 0, chosen / singular.clamp_min(torch.finfo(squares.dtype).tiny), 0.0)
     weights = (right.T @ (solved[:, None] * projected)).T
     return weights, mean - weights @ center
+
+
+def _recorded(
+    model: nn.Module, layers: Mapping[str, nn.Linear], batches: Sequence[Any], forward: Forward | None
+) -> tuple[list[Any], dict[str, list[tuple[Tensor, Tensor]]]]:
+    """Run a model on batches.
+
+    Args:
+        model: The model.
+        layers: Some of its layers, by name.
+        batches: The batches.
+        forward: As for `memory.consolidate`.
+
+    Returns:
+        The outputs of the model for every batch, and the inputs and outputs of every call of these layers.
+    """
+    calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in layers}
+
+    def hook(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        return lambda _, inputs, outputs: calls[name].append((inputs[0], outputs))
+
+    handles = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
+    device = next(model.parameters()).device
+    try:
+        with preserve_state(model), torch.no_grad(), full_precision():
+            return [call(model, prepared(batch, device), forward)[0] for batch in batches], calls
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _same(outputs: Tensor, others: Tensor) -> bool:

@@ -43,10 +43,10 @@ def repair(
     quadratics (`limpet.forgetting.repair` has the formula and references). Train as usual, with any optimizer, and
     call this once at the end.
 
-    In layers with LoRA adapters the adapters are repaired, at their own rank. A new linear output layer, which replaces
-    the one that the memory's probe stores, is fitted again to the repaired features
-    (`limpet.forgetting.output_layer`). All other parameters that the memory does not protect and buffers (running
-    statistics of batch norm) keep their tuned values.
+    In layers with LoRA adapters the adapters are repaired, at their own rank. A new linear output layer, which the
+    old tasks do not use, is fitted again to the repaired features (`limpet.forgetting.output_layer`); that the old
+    tasks have another one is known from the memory's probe. All other parameters that the memory does not protect and
+    buffers (running statistics of batch norm) keep their tuned values.
     If an error is raised, the model keeps its tuned weights.
 
     Args:
