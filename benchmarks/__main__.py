@@ -11,13 +11,14 @@ FOLDER = Path(__file__).parent
 
 
 def benchmarks() -> dict[str, str]:
-    """The first line of the docstring of every script that can be run."""
+    """The first line of the docstring of every script, or package, that can be run."""
     found = {}
-    for path in sorted(FOLDER.glob("[a-z]*.py")):
+    for path in [*FOLDER.glob("[a-z]*.py"), *FOLDER.glob("[a-z]*/__main__.py")]:
         text = path.read_text()
         if '__name__ == "__main__"' in text:
-            found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
-    return found
+            name = path.stem if path.parent == FOLDER else path.parent.name
+            found[name] = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
+    return dict(sorted(found.items()))
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
         sys.exit(f"usage: python -m benchmarks NAME [options]\n\n{listed}")
     sys.path.insert(0, str(FOLDER))  # the scripts import from one another
     sys.argv = [f"benchmarks {name}", *sys.argv[2:]]
-    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    runpy.run_module(name, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Retention: what a fine-tuned network still knows, with limpet and with what people would do instead."""

@@ -1,0 +1,18 @@
+"""Methods that act while a model trains, one file each."""
+
+from retention.during import distillation, ewc, l2_sp, lower_rate, osf, plain, replay, self_rehearsal
+from retention.method import During
+
+METHODS: dict[str, During] = {
+    method.name: method
+    for method in (
+        plain.METHOD,
+        lower_rate.METHOD,
+        l2_sp.METHOD,
+        ewc.METHOD,
+        distillation.METHOD,
+        self_rehearsal.METHOD,
+        *replay.METHODS,
+        osf.METHOD,
+    )
+}

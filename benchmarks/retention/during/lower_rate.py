@@ -1,0 +1,5 @@
+"""A lower learning rate, for as many steps."""
+
+from retention.method import During
+
+METHOD = During("lower learning rate", "nothing", candidates=(0.5, 0.25, 0.1), rate=lambda value: value)

@@ -1,0 +1,189 @@
+"""Test the benchmark of retention: how methods are compared, what rivals compute, and that a suite resumes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # as `python -m benchmarks` does
+
+from language_models import llama  # noqa: E402
+from retention import compare, drift, report  # noqa: E402
+from retention.after import METHODS as AFTER  # noqa: E402
+from retention.after import ties  # noqa: E402
+from retention.after.adapters import layers  # noqa: E402
+from retention.after.lines import factor  # noqa: E402
+from retention.during import METHODS as DURING  # noqa: E402
+from retention.during import l2_sp  # noqa: E402
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def adapted() -> Any:
+    """A model with adapters that change it."""
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=3, lora_alpha=6, target_modules=LINEAR))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(parameter.numel()))
+    return model
+
+
+@torch.no_grad()
+def deltas(model: Any) -> dict[str, torch.Tensor]:
+    """The change of every weight matrix, by the active adapter and in the base."""
+    before = dict(llama().named_modules())
+    return {
+        name: module.get_delta_weight(module.active_adapters[0])
+        + module.get_base_layer().weight
+        - before[name.removeprefix("base_model.model.")].weight
+        for name, module in layers(model)
+    }
+
+
+def points(*pairs: tuple[float, float]) -> list[compare.Point]:
+    return [compare.Point(new, np.array([lost, lost + 2])) for new, lost in pairs]
+
+
+def test_what_is_lost_is_interpolated_at_a_new_loss() -> None:
+    curve = points((3.0, 8.0), (3.2, 4.0), (3.1, 7.0))
+    assert compare.at_loss(curve, 3.15) == pytest.approx([5.5, 7.5])
+    assert compare.at_loss(curve, 3.2) == pytest.approx([4, 6])
+    assert compare.at_loss(curve, 9.9) == pytest.approx([4, 6])  # a point that has learned more is at least as good
+    assert compare.at_loss(curve, 2.9) is None
+    assert compare.at_loss(points((3.0, 1.0), (3.2, 4.0)), 3.1) == pytest.approx([1, 3])
+
+
+def test_the_bootstrap_has_the_error_of_rows_and_of_seeds() -> None:
+    rng = np.random.default_rng(0)
+    one = compare.paired({0: rng.normal(1.0, 2.0, 400)})
+    assert one.error == pytest.approx(2.0 / 20, rel=0.15)
+    assert one.low < one.mean < one.high and one.high - one.low == pytest.approx(4 * one.error, rel=0.1)
+    seeds = compare.paired({seed: np.full(50, float(seed)) for seed in range(3)})
+    assert seeds.mean == 1 and seeds.error == pytest.approx(np.sqrt(2 / 3 / 3), rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["scaling", "LiNeS", "TIES", "intruder reduction"])
+def test_the_trained_adapter_is_there_again_after_every_point(name: str) -> None:
+    model = adapted()
+    before, seen = deltas(model), []
+    for at in AFTER[name].points(None, model):  # type: ignore[arg-type]
+        now = deltas(model)
+        seen.append(at)
+        assert any(not torch.allclose(now[key], tensor) for key, tensor in before.items()), at
+        if name == "scaling":
+            assert all(torch.allclose(now[key], at["scale"] * tensor) for key, tensor in before.items())
+        if name == "LiNeS":
+            first, last = (f"base_model.model.model.layers.{i}.mlp.up_proj" for i in (0, 1))
+            assert torch.allclose(now[first], at["first"] * before[first]) and torch.equal(now[last], before[last])
+    after = deltas(model)
+    assert len(seen) > 3 and all(torch.equal(after[key], tensor) for key, tensor in before.items())
+    assert model.active_adapters == ["default"]
+
+
+def test_lines_grows_with_the_depth() -> None:
+    assert [factor(f"model.layers.{i}.x", 0.4, 4) for i in range(4)] == pytest.approx([0.4, 0.6, 0.8, 1.0])
+
+
+def test_ties_keeps_the_largest_entries_of_an_update() -> None:
+    model = adapted()
+    before = deltas(model)
+    path = iter(ties.points(None, model))  # type: ignore[arg-type]
+    next(path)
+    for key, tensor in deltas(model).items():
+        whole = before[key]
+        kept = whole * (whole.abs() >= whole.abs().flatten().topk(int(ties.DENSITY * whole.numel())).values[-1])
+        assert torch.allclose(tensor, kept, atol=1e-6) and 0 < int((kept != 0).sum()) <= 0.2 * kept.numel(), key
+
+
+def test_the_distance_of_adapters_is_that_of_weights() -> None:
+    model = adapted()
+    expected = sum(tensor.square().sum().item() for tensor in deltas(model).values())
+    assert l2_sp.displaced(model).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_methods_are_compared_at_the_new_loss_of_plain_training() -> None:
+    def record(seed: int, trained: str, method: str, *curve: tuple[float, float]) -> dict[str, Any]:
+        points = [{"new": new, "drift": [lost, lost + 0.2], "others": {"reviews": 4 + lost}} for new, lost in curve]
+        found = {"pair": "german", "seed": seed, "trained": trained, "method": method, "value": 0.0, "seconds": 9}
+        return found | {"curve": points, "before": {"others": {"reviews": 4.0}}}
+
+    records = [
+        record(seed, *run)
+        for seed in (0, 1)
+        for run in (
+            ("plain", "", (4.0, 0.5), (2.0, 0.9 + seed)),
+            ("plain", "scaling", (2.1, 0.5 + seed)),
+            ("plain", "repair", (2.1, 0.1 + seed)),
+        )
+    ]
+    results = report.Results(records, "german")
+    assert results.drift(("plain", "scaling"), 0, 1.05) == pytest.approx([0.5, 0.7])
+    assert results.drift(("plain", "scaling"), 0, 1.02) == pytest.approx([0.74, 0.94])  # 0.4 of the way
+    difference = results.against(("plain", "repair"), ("plain", "scaling"), 1.05)
+    assert difference is not None and difference.mean == pytest.approx(-0.4) and difference.error < 1e-9
+    lines = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in report.table(results).splitlines()}
+    assert lines["repair"][3:9] == ["1.180", "0.700", "0.700", "-0.400 +- 0.000", "+0.600", "9"]
+    assert lines["scaling"][6] == "" and lines["early stopping"][4] == "1.455"
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> Namespace:
+    """A small model with its tokenizer, and texts."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    place = tmp_path_factory.mktemp("retention")
+    letters = {"<unk>": 0, "<s>": 1, **{chr(97 + i): 2 + i for i in range(20)}}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<s>")
+    model = llama(vocab_size=22, bos_token_id=1, eos_token_id=1, max_position_embeddings=64, initializer_range=0.3)
+    model.save_pretrained(place / "model")
+    fast.save_pretrained(place / "model")
+    generator = torch.Generator().manual_seed(0)
+    for name, letters_used in (("german", 4), ("reviews", 20)):
+        picks = torch.randint(0, letters_used, (120_000,), generator=generator).tolist()
+        (place / f"{name}.txt").write_text("".join(chr(97 + i) for i in picks))
+    texts = {name: str(place / f"{name}.txt") for name in ("german", "reviews")}
+    return Namespace(
+        model=str(place / "model"), texts=texts, work=place / "work", out=place / "drift.jsonl", pairs=["small"],
+        seeds=[0], methods=[*DURING, "scaling", "repair", "protect"],
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_suite_resumes_and_its_curves_begin_at_the_trained_model(
+    options: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(drift.PAIRS, "small", drift.Pair("german", ("reviews",), steps=40, rate=2e-2, moments=(20, 40)))
+    for name, value in (("NEW_BLOCKS", 200), ("HELD_OUT", 6), ("OTHER_ROWS", 6), ("TEST_ROWS", 8), ("PROBE_ROWS", 8)):
+        monkeypatch.setattr(drift, name, value)
+    monkeypatch.setattr(drift, "MEMORY_TOKENS", 1300)
+    monkeypatch.setattr(drift, "chosen", lambda method: 1.0 if method.candidates else method.chosen or 0.0)
+    short = Namespace(**vars(options) | {"methods": ["plain"]})
+    drift.run(short)
+    first = options.out.read_text()
+    drift.run(options)
+    assert options.out.read_text().startswith(first)  # what was there is not run again
+    records = {(r["trained"], r["method"]): r for r in map(json.loads, options.out.read_text().splitlines())}
+    assert len(records) == len(DURING) + 5 and all(np.isfinite(p["new"]) for r in records.values() for p in r["curve"])
+    plain = records["plain", ""]["curve"]
+    assert plain[-1]["new"] < plain[0]["new"] and set(plain[-1]["others"]) == {"reviews"}
+    total = {key: np.array([np.mean(point["drift"]) for point in r["curve"]]) for key, r in records.items()}
+    scaled = total["plain", "scaling"]
+    assert (np.diff(scaled) < 0).all() and scaled[0] < total["plain", ""][-1]
+    repaired = total["plain", "repair"]  # at strengths 0.03, 0.1, 0.3, 1 and so on
+    assert (np.diff(repaired) < 0).all()
+    (protected,) = records["plain", "protect"]["curve"]
+    assert 0.3 < protected["strength"] < 1 and repaired[2] > np.mean(protected["drift"]) > repaired[3]
+    before = options.out.read_text()
+    drift.run(options)
+    assert options.out.read_text() == before
