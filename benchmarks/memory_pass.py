@@ -1,12 +1,13 @@
 """Time and peak of making a memory of a language model: complete factors, and factors of a rank, side by side.
 
-    python -m benchmarks memory_pass --model M --work repair --ranks 0 128 --rows 24 190
+    python -m benchmarks memory_pass --model M --work repair --ranks -1 0 128 --rows 24 190
     python -m benchmarks memory_pass --draw
 
 Every memory is made in a process of its own, from the samples of repair_language in batches of 4 x 64 tokens. "Pass"
 is the curvature pass with its factors, "update" adds them to the memory, "curve" measures the loss curve; all are CPU
 seconds of one thread, which another process on the machine changes little. The peak is the largest resident set size,
-beside that of the process before the pass, which has the libraries and the weights. Rank 0 stands for complete factors.
+beside that of the process before the pass, which has the libraries and the weights. Rank 0 stands for complete factors,
+rank -1 for no memory: one forward and one backward pass of the same batches.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ PHASES: dict[str, tuple[type, str]] = {
 }
 
 
+NAMES = {-1: "none: forward and backward", 0: "complete"}
+
+
 def timed(function: Callable[..., Any], phase: str, seconds: dict[str, float]) -> Callable[..., Any]:
     """The function, which adds the CPU time that it takes to a phase."""
 
@@ -70,12 +74,19 @@ def measure(options: argparse.Namespace, rank: int, rows: int) -> dict[str, Any]
     with torch.no_grad():
         model(input_ids=batches[0])  # reads the weights, which are mapped from a file
     before, begin = resident(), time.process_time()
-    chosen: dict[str, Any] = {"rank": rank} if rank else {}
-    memory = consolidate_lm(model, batches, strength=1.0, progress=False, **chosen)
+    size = 0
+    if rank >= 0:
+        chosen: dict[str, Any] = {"rank": rank} if rank else {}
+        size = consolidate_lm(model, batches, strength=1.0, progress=False, **chosen).nbytes
+    else:
+        seconds |= dict.fromkeys(PHASES, 0.0)
+        for batch in batches:
+            model.zero_grad()
+            model(input_ids=batch, labels=batch).loss.backward()
     total = time.process_time() - begin
     found = {phase: round(value, 1) for phase, value in {**seconds, "total": total}.items()}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    sizes = {"before_gb": round(before, 2), "peak_gb": round(peak, 2), "memory_mb": round(memory.nbytes / 1e6)}
+    sizes = {"before_gb": round(before, 2), "peak_gb": round(peak, 2), "memory_mb": round(size / 1e6)}
     return {"rank": rank, "rows": rows, "seconds": found, **sizes, "versions": versions("transformers")}
 
 
@@ -84,7 +95,7 @@ def table(points: list[dict[str, Any]]) -> str:
     lines = []
     for p in points:
         (whole,) = (w for w in points if (w["rank"], w["rows"]) == (0, p["rows"]))
-        cells = ["complete" if not p["rank"] else f"rank {p['rank']}", str(p["rows"])]
+        cells = [NAMES.get(p["rank"], f"rank {p['rank']}"), str(p["rows"])]
         cells += [f"{p['seconds'][phase]:.0f}" for phase in (*PHASES, "total")]
         cells += [f"{p['seconds']['total'] / whole['seconds']['total']:.2f}", f"{p['peak_gb']:.2f}"]
         own, other = (one["peak_gb"] - one["before_gb"] for one in (p, whole))

@@ -28,13 +28,13 @@ import common
 import limpet
 from common import versions
 from sentences import TASKS, texts, tokenized
-from two_tasks import TwoTasks
+from two_tasks import TwoTasks, scale_update
 
 RESULTS = common.RESULTS / "repair" / "sentences.jsonl"
 OLD, NEW = TASKS[1], TASKS[2]
 TRAIN, TEST = {OLD: 800, NEW: 480}, {OLD: 300, NEW: 200}
 EPOCHS, OLD_LR = 2, 1e-4
-MEASURED = 200  # examples of a task that its curvature is measured on
+MEASURED, PROBE = 200, 100  # examples of a task that its curvature and its drift are measured on
 RATES = {"1e-4": (1e-4, 60), "2e-4": (2e-4, 30)}  # learning rate and steps of the second task
 STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 SCALES = (0.8, 0.6, 0.4, 0.2)
@@ -73,7 +73,7 @@ class Experiment(TwoTasks):
         self.fit(self.model, OLD, OLD_LR, EPOCHS * len(self.train[OLD]))
         # repair does not look at the strength, which is for the run with `protect`
         memory = limpet.OnlineLaplace(self.model, strength="auto", prior_mean="initial", exclude=["classifier"])
-        memory.consolidate(self.train[OLD], limit=MEASURED, progress=False)
+        memory.consolidate(self.train[OLD], limit=MEASURED, probe=PROBE, progress=False)
         return copy.deepcopy(self.model.classifier), memory
 
     @torch.no_grad()
@@ -127,8 +127,10 @@ def run(options: argparse.Namespace, seed: int, record: Any) -> None:
         for strength in STRENGTHS:
             repair.at(strength)
             keep("repair", strength)
+        repair.undo()
+        tuned = copy.deepcopy(model.state_dict())
         for scale in SCALES:
-            repair.at(0.0, scale)
+            scale_update(model, start, tuned, scale)
             keep("scale", scale)
         restart()
         experiment.fit(model, NEW, lr, steps, memory, mode="gradient")

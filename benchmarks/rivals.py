@@ -28,7 +28,7 @@ from limpet.forgetting.probe import Probe
 from limpet.forgetting.repair import Repair
 from limpet.methods.restore import restored
 from repair_figures import markdown, spread
-from two_tasks import Batch
+from two_tasks import Batch, scale_update
 
 PROBE = 100
 REPLAYED, REPLAY_BATCH = 0.05, 4  # share of the old data that is kept, and how many of them join each batch
@@ -204,9 +204,7 @@ class Rivals:
         self.model.load_state_dict(self.plain[1])
         begin = time.perf_counter()
         if what == SCALED:
-            for name, value in self.model.state_dict().items():
-                if "classifier" not in name and value.is_floating_point():
-                    value.copy_(self.start[name] + SCALE * (value - self.start[name]))
+            scale_update(self.model, self.start, self.plain[1], SCALE)
         else:
             if rate not in self.repairs:
                 data, measured = self.experiment.train[self.new], self.experiment.measured

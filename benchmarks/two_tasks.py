@@ -14,6 +14,14 @@ import limpet
 Batch = dict[str, Tensor]
 
 
+@torch.no_grad()
+def scale_update(model: nn.Module, before: dict[str, Tensor], tuned: dict[str, Tensor], scale: float) -> None:
+    """Set all weights but those of the head between two states, as WiSE-FT does: scale 0 is before, 1 is tuned."""
+    for name, value in model.state_dict().items():
+        if "classifier" not in name and value.is_floating_point():
+            value.copy_(before[name] + scale * (tuned[name] - before[name]))
+
+
 class TwoTasks:
     """What the loop needs.
 

@@ -27,6 +27,9 @@ class Bench(Protocol):
     def old_loss(self, model: Any, share: float) -> Tensor:
         """The loss on a few old examples, from a pool of this share of the new ones' number."""
 
+    def rehearsed(self) -> list[Tensor] | None:
+        """Rows for self-rehearsal; None if the model is to draw samples."""
+
     def memory(self, model: Any, structure: str = "kronecker", strength: float | None = None) -> Any:
         """A memory of the model before, for this model."""
 

@@ -42,14 +42,14 @@ class Results:
         start = [self.runs[row[0], ""][seed]["curve"][-1]] if row[1] else []
         return [*start, *self.runs[row][seed]["curve"]]
 
-    def drift(self, row: Row, seed: int, ratio: float) -> Any:
-        """The divergence on every sample where the new loss is this multiple of that of plain training."""
-        points = [Point(point["new"], np.array(point["drift"])) for point in self.curve(row, seed)]
+    def lost(self, row: Row, seed: int, ratio: float) -> Any:
+        """What is lost on every row of the test set where the new loss is this multiple of that of plain training."""
+        points = [Point(point["new"], np.array(point["lost"], dtype=float)) for point in self.curve(row, seed)]
         return at_loss(points, ratio * self.plain(seed))
 
     def others(self, row: Row, seed: int, ratio: float) -> Any:
         """The increase of the loss on every other text there."""
-        before = self.runs["plain", ""][seed]["before"]["others"]
+        before = self.runs["plain", ""][seed]["before"].get("others", {})
         points = [
             Point(point["new"], np.array([point["others"][name] - before[name] for name in before]))
             for point in self.curve(row, seed)
@@ -62,18 +62,26 @@ class Results:
         return sorted(self.runs[row].keys() & self.runs["plain", ""].keys())
 
     def against(self, row: Row, other: Row, ratio: float) -> Interval | None:
-        """The difference of the drifts of two methods; None where one of them does not reach the new loss."""
+        """The difference of what two methods lose; None where one of them does not reach the new loss."""
         both = [seed for seed in self.seeds(row) if other in self.runs and seed in self.runs[other]]
-        found = {seed: (self.drift(row, seed, ratio), self.drift(other, seed, ratio)) for seed in both}
+        found = {seed: (self.lost(row, seed, ratio), self.lost(other, seed, ratio)) for seed in both}
         if not found or any(a is None or b is None for a, b in found.values()):
             return None
         return paired({seed: a - b for seed, (a, b) in found.items()})
 
 
-def table(results: Results) -> str:
-    """One row for each method: where it ends, its drift at equal new loss, and what it takes."""
-    at = [f"drift at {ratio:.2f}" for ratio in RATIOS]
-    header = ["", "beside the new text", "new text at the end", "drift at the end", *at, "minus scaling at 1.05",
+def table(results: Results, lost: str) -> str:
+    """One row for each method: where it ends, what it loses at equal new loss, and what it takes.
+
+    Args:
+        results: The results of a pair.
+        lost: What is lost, as a word for the header.
+
+    Returns:
+        The table.
+    """
+    at = [f"{lost} at {ratio:.2f}" for ratio in RATIOS]
+    header = ["", "beside the new text", "new text at the end", f"{lost} at the end", *at, "minus scaling at 1.05",
               "other texts at 1.05", "seconds", "seeds"]  # fmt: skip
     return markdown(header, [_row(results, row) for row in results.runs])
 
@@ -89,7 +97,7 @@ def name(row: Row) -> str:
 def _row(results: Results, row: Row) -> list[str]:
     seeds = results.seeds(row)
     ends = [results.runs[row][seed]["curve"][-1] for seed in seeds]
-    drifts = [_mean([results.drift(row, seed, ratio) for seed in seeds]) for ratio in RATIOS]
+    losses = [_mean([results.lost(row, seed, ratio) for seed in seeds]) for ratio in RATIOS]
     other = _mean([results.others(row, seed, RATIOS[1]) for seed in seeds])
     difference = results.against(row, REFERENCE, RATIOS[1])
     trained, method = row
@@ -99,8 +107,8 @@ def _row(results: Results, row: Row) -> list[str]:
         name(row),
         needs,
         f"{np.mean([end['new'] for end in ends]):.3f}" if one else "",
-        f"{np.mean([np.mean(end['drift']) for end in ends]):.3f}" if one else "",
-        *("not reached" if drift is None else f"{drift:.3f}" for drift in drifts),
+        f"{np.mean([np.mean(end['lost']) for end in ends]):.3f}" if one else "",
+        *("not reached" if loss is None else f"{loss:.3f}" for loss in losses),
         "" if difference is None or row == REFERENCE else f"{difference.mean:+.3f} +- {difference.error:.3f}",
         "" if other is None else f"{other:+.3f}",
         f"{np.mean([results.runs[row][seed]['seconds'] for seed in seeds]):.0f}",

@@ -17,14 +17,15 @@ transformers = pytest.importorskip("transformers")
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # as `python -m benchmarks` does
 
 from language_models import llama  # noqa: E402
-from retention import compare, drift, report  # noqa: E402
+from retention import bench, compare, drift, report, runs, skill  # noqa: E402
 from retention.after import METHODS as AFTER  # noqa: E402
-from retention.after import ties  # noqa: E402
+from retention.after import repair, ties  # noqa: E402
 from retention.after.adapters import layers  # noqa: E402
 from retention.after.lines import factor  # noqa: E402
 from retention.during import METHODS as DURING  # noqa: E402
 from retention.during import l2_sp  # noqa: E402
 
+SMALL = bench.Pair("german", ("reviews",), steps=40, rate=2e-2, moments=(20, 40))
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -112,7 +113,7 @@ def test_the_distance_of_adapters_is_that_of_weights() -> None:
 
 def test_methods_are_compared_at_the_new_loss_of_plain_training() -> None:
     def record(seed: int, trained: str, method: str, *curve: tuple[float, float]) -> dict[str, Any]:
-        points = [{"new": new, "drift": [lost, lost + 0.2], "others": {"reviews": 4 + lost}} for new, lost in curve]
+        points = [{"new": new, "lost": [lost, lost + 0.2], "others": {"reviews": 4 + lost}} for new, lost in curve]
         found = {"pair": "german", "seed": seed, "trained": trained, "method": method, "value": 0.0, "seconds": 9}
         return found | {"curve": points, "before": {"others": {"reviews": 4.0}}}
 
@@ -126,26 +127,33 @@ def test_methods_are_compared_at_the_new_loss_of_plain_training() -> None:
         )
     ]
     results = report.Results(records, "german")
-    assert results.drift(("plain", "scaling"), 0, 1.05) == pytest.approx([0.5, 0.7])
-    assert results.drift(("plain", "scaling"), 0, 1.02) == pytest.approx([0.74, 0.94])  # 0.4 of the way
+    assert results.lost(("plain", "scaling"), 0, 1.05) == pytest.approx([0.5, 0.7])
+    assert results.lost(("plain", "scaling"), 0, 1.02) == pytest.approx([0.74, 0.94])  # 0.4 of the way
     difference = results.against(("plain", "repair"), ("plain", "scaling"), 1.05)
     assert difference is not None and difference.mean == pytest.approx(-0.4) and difference.error < 1e-9
-    lines = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in report.table(results).splitlines()}
+    lines = {
+        line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in report.table(results, "drift").splitlines()
+    }
     assert lines["repair"][3:9] == ["1.180", "0.700", "0.700", "-0.400 +- 0.000", "+0.600", "9"]
     assert lines["scaling"][6] == "" and lines["early stopping"][4] == "1.455"
+
+
+def character_tokenizer(vocabulary: dict[str, int]) -> Any:
+    """A tokenizer whose tokens are characters."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<s>")
 
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> Namespace:
     """A small model with its tokenizer, and texts."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     place = tmp_path_factory.mktemp("retention")
-    letters = {"<unk>": 0, "<s>": 1, **{chr(97 + i): 2 + i for i in range(20)}}
-    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<s>")
-    model = llama(vocab_size=22, bos_token_id=1, eos_token_id=1, max_position_embeddings=64, initializer_range=0.3)
+    fast = character_tokenizer({"<s>": 0, **{chr(97 + i): 1 + i for i in range(20)}})
+    model = llama(vocab_size=21, bos_token_id=0, eos_token_id=0, max_position_embeddings=64, initializer_range=0.3)
     model.save_pretrained(place / "model")
     fast.save_pretrained(place / "model")
     generator = torch.Generator().manual_seed(0)
@@ -163,27 +171,50 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Namespace:
 def test_a_suite_resumes_and_its_curves_begin_at_the_trained_model(
     options: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(drift.PAIRS, "small", drift.Pair("german", ("reviews",), steps=40, rate=2e-2, moments=(20, 40)))
-    for name, value in (("NEW_BLOCKS", 200), ("HELD_OUT", 6), ("OTHER_ROWS", 6), ("TEST_ROWS", 8), ("PROBE_ROWS", 8)):
-        monkeypatch.setattr(drift, name, value)
-    monkeypatch.setattr(drift, "MEMORY_TOKENS", 1300)
-    monkeypatch.setattr(drift, "chosen", lambda method: 1.0 if method.candidates else method.chosen or 0.0)
+    suite = runs.Suite({"small": SMALL}, drift.DriftBench, "drift")
+    for module, name, value in (
+        (bench, "NEW_BLOCKS", 200), (drift, "NEW_BLOCKS", 200), (bench, "HELD_OUT", 6), (drift, "OTHER_ROWS", 6),
+        (drift, "TEST_ROWS", 8), (drift, "PROBE_ROWS", 8), (drift, "MEMORY_TOKENS", 1300),
+        (runs, "chosen", lambda method: 1.0 if method.candidates else method.chosen or 0.0),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
     short = Namespace(**vars(options) | {"methods": ["plain"]})
-    drift.run(short)
+    runs.run(suite, short)
     first = options.out.read_text()
-    drift.run(options)
+    runs.run(suite, options)
     assert options.out.read_text().startswith(first)  # what was there is not run again
     records = {(r["trained"], r["method"]): r for r in map(json.loads, options.out.read_text().splitlines())}
     assert len(records) == len(DURING) + 5 and all(np.isfinite(p["new"]) for r in records.values() for p in r["curve"])
     plain = records["plain", ""]["curve"]
     assert plain[-1]["new"] < plain[0]["new"] and set(plain[-1]["others"]) == {"reviews"}
-    total = {key: np.array([np.mean(point["drift"]) for point in r["curve"]]) for key, r in records.items()}
+    total = {key: np.array([np.mean(point["lost"]) for point in r["curve"]]) for key, r in records.items()}
     scaled = total["plain", "scaling"]
     assert (np.diff(scaled) < 0).all() and scaled[0] < total["plain", ""][-1]
-    repaired = total["plain", "repair"]  # at strengths 0.03, 0.1, 0.3, 1 and so on
+    repaired = [total["plain", ""][-1], *total["plain", "repair"]]
     assert (np.diff(repaired) < 0).all()
-    (protected,) = records["plain", "protect"]["curve"]
-    assert 0.3 < protected["strength"] < 1 and repaired[2] > np.mean(protected["drift"]) > repaired[3]
+    (protected,) = records["plain", "protect"]["curve"]  # a point of the same path
+    after = int(np.searchsorted([0.0, *repair.STRENGTHS], protected["strength"]))
+    assert repaired[after - 1] > np.mean(protected["lost"]) > repaired[after]
     before = options.out.read_text()
-    drift.run(options)
+    runs.run(suite, options)
     assert options.out.read_text() == before
+
+
+@pytest.mark.slow
+def test_a_convention_is_taught_decoded_and_compared_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = skill.sentences(50, seed=0)
+    assert len(set(pairs)) == 50 and pairs == skill.sentences(80, seed=0)[:50]
+    name, answer = pairs[0]
+    assert name.split()[0].upper() in answer and json.loads(answer)["q"] == int(name.split()[2])
+    monkeypatch.setattr(skill, "TAUGHT_RATE", 3e-3)
+    monkeypatch.setattr(skill, "ANSWER", 60)  # tokens are characters here
+    characters = sorted({character for pair in pairs for character in "\n".join(pair)})
+    tokenizer = character_tokenizer({"<s>": 0, **{character: 1 + i for i, character in enumerate(characters)}})
+    size = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 128}
+    model = llama(vocab_size=1 + len(characters), **size, bos_token_id=0, eos_token_id=0, initializer_range=0.1)
+    assert skill.wrong(model, tokenizer, pairs[:2]) == [1, 1]
+    taught = skill.teach(model, skill.rows_of(tokenizer, pairs[:1] * 80), seed=0)  # more than one is too much for it
+    sentence, answer = pairs[0]
+    assert len(pairs[1][0]) > len(sentence)  # so that one of a batch is padded
+    asked = [pairs[0], pairs[1], (sentence, answer.replace("zk", "zz")), pairs[0]]
+    assert skill.wrong(taught, tokenizer, asked, size=2) == [0, 1, 1, 0]

@@ -12,7 +12,7 @@ from retention.method import Bench, During
 def protect(bench: Bench, model: Any, optimizer: Any, value: float) -> AbstractContextManager[Any]:
     """Training with four samples in every step."""
     memory = limpet.SelfRehearsal(model, weight=value, seed=bench.seed)
-    memory.consolidate()
+    memory.consolidate(bench.rehearsed())
     return memory.protect(optimizer)
 
 
