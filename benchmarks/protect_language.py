@@ -38,16 +38,14 @@ from common import versions
 from language import BATCH, HELD_OUT, LINEAR, NEW_BLOCKS, RANK, blocks, loss
 from limpet.forgetting.drift import measured_drift
 from repair_figures import markdown
-from repair_language import CURVATURE_TOKENS, RATES, exact_probe, fresh, remembered, samples
+from repair_language import RATES, exact_probe, fresh, remembered, samples
 
 RESULTS = common.RESULTS / "protect" / "language.jsonl"
 STEPS = {"lora": 300, "qlora": 300, "full": 60}
 RUNS = ("plain", "protect", "self-rehearsal", "replay", "distillation")
-ROWS = "repair by rows"  # plain training of all weights, then a repair with rows that were trained on, and with others
 QUANTIZED_RUNS = ("quantized", "plain", "protect")
 MOMENTS = (5, 15, 30, 60, 100, 150, 200, 250, 300)
 BUDGETS = (0.01, 0.03, 0.1)
-STRENGTHS = (0.3, 1.0, 3.0)
 REPLAYED = 0.05
 
 
@@ -68,7 +66,6 @@ class Bench:
         self.teacher = self._base().eval().requires_grad_(False)
         self.rows = [{"input_ids": part} for part in torch.split(samples(options, "test"), BATCH)]
         self.probe = exact_probe(self.teacher, self.rows)
-        self.drawn: list[Tensor] = []  # the rows of every step of the last training
         remembered(options)
 
     def _base(self) -> Any:
@@ -100,9 +97,6 @@ class Bench:
         if what == "quantized":
             yield self.quantization()
             return
-        if what == ROWS:
-            yield from self.by_rows()
-            return
         trained = self._fresh()
         memory: Any = None
         if what in ("plain", "protect"):
@@ -123,30 +117,6 @@ class Bench:
             begin = time.perf_counter()
             repair.within_budget(budget)
             yield self.point(f"budget {budget}", trained, time.perf_counter() - begin, memory)
-
-    def by_rows(self) -> Iterator[dict[str, Any]]:
-        """Repair with the curvature on rows that were trained on, and on as many others."""
-        trained = self._fresh()
-        memory: Any = limpet.load(self.options.work / "memory-self.safetensors", trained)
-        begin = time.perf_counter()
-        self._fit(trained, "plain, no moments", memory, [])
-        yield self.point("plain", trained, time.perf_counter() - begin, memory)
-        seen = torch.zeros(len(self.new), dtype=torch.bool)
-        seen[torch.cat(self.drawn)] = True
-        count = min(CURVATURE_TOKENS // self.new[:, 1:].shape[1], int((~seen).sum()))
-        for name, rows in (("rows trained on", self.new[seen][:count]), ("other rows", self.new[~seen][:count])):
-            begin = time.perf_counter()
-            batches = [{"input_ids": part} for part in torch.split(rows, BATCH)]
-            repair = limpet.repair(trained, memory, batches, examples=self.new[:, 1:].numel())
-            seconds = time.perf_counter() - begin
-            for strength in STRENGTHS:
-                repair.at(strength)
-                loss_here = repair.measured().loss
-                point = self.point(f"repair, {name}, strength {strength:g}", trained, seconds, memory)
-                yield point | {"loss on its rows": loss_here}
-            repair.undo()
-            del repair
-        yield {"kind": self.options.kind, "seed": self.options.seed, "what": ROWS, "rows": count}
 
     def _fresh(self) -> Any:
         """The model before training, with adapters if it is for LoRA."""
@@ -193,7 +163,6 @@ class Bench:
         )
         generator = torch.Generator().manual_seed(2 + options.seed)
         extra = self._extra(what)
-        self.drawn = []
         trained.train()
         protecting: AbstractContextManager[Any] = nullcontext()
         if what == "self-rehearsal":
@@ -202,8 +171,7 @@ class Bench:
             protecting = memory.protect(optimizer, examples=self.new[:, 1:].numel(), mode="repair")
         with protecting as protection:
             for step in range(1, steps + 1):
-                self.drawn.append(torch.randint(0, len(self.new), (BATCH,), generator=generator))
-                rows = self.new[self.drawn[-1]]
+                rows = self.new[torch.randint(0, len(self.new), (BATCH,), generator=generator)]
                 optimizer.zero_grad()
                 found = trained(input_ids=rows, labels=rows)
                 torch.autograd.backward(found.loss + extra(trained, rows, found.logits))
@@ -285,9 +253,7 @@ def main() -> None:
     parser.add_argument("--old", type=Path, nargs="+", default=[])
     parser.add_argument("--work", type=Path, default=Path("repair"), help="where samples and memories are kept")
     parser.add_argument("--kind", choices=list(STEPS), default="lora")
-    parser.add_argument(
-        "--runs", nargs="+", choices=sorted({*RUNS, *QUANTIZED_RUNS, ROWS}), help="by default all of a kind"
-    )
+    parser.add_argument("--runs", nargs="+", choices=sorted({*RUNS, *QUANTIZED_RUNS}), help="by default all of a kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--time", action="store_true", help="only measure the time of a step")

@@ -28,7 +28,7 @@ def test_protection_keeps_the_old_task_and_learns_the_new_one(name: str) -> None
     protected = [p for p in points if p["what"] == "protect"]
     lost = [plain[p["seed"], p["rate"]] - p["new"][0] for p in protected]
     assert len(protected) == 9 and all(p["old"][0] > p["before"][0] - 4 for p in protected)
-    assert max(lost) <= (1 if name == "protect_vision" else 6)
+    assert max(lost) <= (1 if name == "protect_vision" else 1.5)
 
 
 @pytest.mark.parametrize("name", ["protect_sentences", "protect_vision"])
@@ -42,7 +42,16 @@ def test_budgets_are_kept_on_the_probe_and_nearly_on_other_examples(name: str) -
         if p["drift_test"][0] > 1.5 * budget:
             over.append((budget, p["drift_test"][0] / budget))
     assert len(points) == 27 and len(over) <= 3 * (name == "protect_sentences")
-    assert all(budget == 0.01 and ratio < 2.2 for budget, ratio in over)
+    assert all(budget == 0.01 and ratio < 2.15 for budget, ratio in over)
+
+
+def test_a_small_budget_is_cheap_on_the_encoder() -> None:
+    experiment = benchmark("protect_sentences")
+    points = {(p["what"], p["rate"], p["seed"]): p for p in experiment.common.read_records(experiment.RESULTS)}
+    small = {key[1:]: p for key, p in points.items() if key[0] == "budget 0.01"}
+    lost = sorted(points[("plain", *key)]["new"][0] - p["new"][0] for key, p in small.items())
+    assert len(small) == 9 and all(p["old"][0] >= p["before"][0] - 1 for p in small.values())
+    assert lost[-1] == 3 and lost[-2] <= 1
 
 
 def test_the_language_model_under_protection() -> None:
@@ -60,6 +69,8 @@ def test_the_language_model_under_protection() -> None:
     )
     assert rehearsed["drift"] < protected["drift"] and rehearsed["old"] - protected["old"] > 0.08
     assert protected["new"] - rehearsed["new"] == pytest.approx(0.04, abs=0.005)
+    times = {p["kind"]: p["ratio"] for p in points if p["what"] == "time of a step"}
+    assert {kind: round(ratio, 2) for kind, ratio in times.items()} == {"lora": 0.98, "full": 1.02}
     moments = [m for p in points for m in p.get("moments", ())]
     assert len(moments) == 9 and not any(m["trusted"] for m in moments)
     assert all(15 < m["forecast_drift"] / m["drift"] < 49 for m in moments)
@@ -71,13 +82,3 @@ def test_no_forecast_under_adam_is_trusted(name: str) -> None:
     experiment = benchmark(name)
     moments = [m for p in experiment.common.read_records(experiment.RESULTS) for m in p.get("moments", ())]
     assert len(moments) > 80 and not any(moment["trusted"] for moment in moments)
-
-
-def test_three_tasks_in_sequence() -> None:
-    experiment = benchmark("sentences")
-    runs = experiment.common.read_records(experiment.RESULTS)
-    page = PAGE.parents[1].joinpath("sentences", "README.md").read_text()
-    rates = {run["rate"] for run in runs}
-    assert all(experiment.table(runs, rate) in page for rate in rates), "python -m benchmarks sentences --draw"
-    protected = [run for run in runs if run["what"] == "protect"]
-    assert protected and all(experiment.largest_loss(run) < 4 for run in protected)
