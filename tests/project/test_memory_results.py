@@ -16,7 +16,12 @@ def test_the_tables_are_those_of_the_records() -> None:
     ranks, one_pass = benchmark("memory_ranks"), benchmark("memory_pass")
     text = PAGE.read_text()
     assert ranks.table(ranks.common.read_records(ranks.RESULTS / "ranks.jsonl")) in text
-    assert one_pass.table(one_pass.common.read_records(one_pass.RESULTS)) in text
+    records = one_pass.common.read_records(one_pass.RESULTS)
+    assert one_pass.table(records) in text
+    bare, complete, small = ({p["rank"]: p for p in records if p["rows"] == 190}[rank] for rank in (-1, 0, 128))
+    for figure in (lambda p: p["seconds"]["total"], lambda p: p["peak_gb"]):
+        assert 0.31 < figure(bare) / figure(complete) < 0.35
+    assert round(small["seconds"]["pass"] / bare["seconds"]["total"], 1) == 1.4
 
 
 def test_what_the_page_says_about_sizes_and_drift() -> None:
