@@ -178,7 +178,7 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
     for record, axis in zip(records, axes[0], strict=True):
         shown = [pair for run in record["runs"] for pair in run["pairs"] if pair["rise"] > 0]
         ends = [0.7 * min(pair["rise"] for pair in shown), 1.4 * max(pair["rise"] for pair in shown)]
-        axis.plot(ends, ends, color="black", linewidth=1, label="as foretold")
+        axis.plot(ends, ends, color="black", linewidth=1, label="as forecast")
         axis.fill_between(
             ends, [e / 2 for e in ends], [e * 2 for e in ends], color="#eeeeee", zorder=0, label="within a factor of 2"
         )
@@ -195,7 +195,7 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
                 label=f"forecast, strength {run['strength']:g}",
             )
         axis.set(
-            xscale="log", yscale="log", xlabel="foretold (nats per example)", ylabel="measured rise of the old loss"
+            xscale="log", yscale="log", xlabel="forecast (nats per example)", ylabel="measured increase of the old loss"
         )
         axis.set_title(record["experiment"], fontsize=11)
         axis.legend(frameon=False, fontsize=7)

@@ -54,3 +54,14 @@ def test_what_the_page_says_about_fifty_tasks() -> None:
     )
     gaps = [mean(complete) - found[energy]["mean_accuracy"] for energy in (0.99, 0.9)]
     assert [round(gap, 1) for gap in gaps] == [0.2, 0.3]
+
+
+def test_an_encoder_protected_by_ranks_of_0_99_of_the_energy() -> None:
+    experiment = benchmark("protect_sentences")
+    points = [p for p in experiment.common.read_records(experiment.RESULTS) if p["rate"] == "1e-4"]
+    small, complete = ([p for p in points if p["what"] == what] for what in ("protect, energy 0.99", "protect"))
+    assert len(small) == len(complete) == 3
+    for score in (lambda p: p["new"][0], lambda p: p["old"][0] - p["before"][0]):
+        assert abs(mean(map(score, small)) - mean(map(score, complete))) <= 0.3
+    assert [round(min(p["bytes"] for p in some) / 1e6) for some in (small, complete)] == [208, 334]
+    assert "ends at 96.5 % on the new task and 0.1 points" in " ".join(PAGE.read_text().split())

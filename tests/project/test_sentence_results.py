@@ -24,6 +24,6 @@ def test_the_earlier_tasks_are_retained_and_the_last_is_learned() -> None:
     for key, run in protected.items():
         plain = runs[("plain", *key)]
         assert sentences.largest_loss(run) <= 3.8 < 20 < sentences.largest_loss(plain)
-        assert plain["accuracy"][-1][-1] - run["accuracy"][-1][-1] <= 1.5
+        assert plain["accuracy"][-1][-1] - run["accuracy"][-1][-1] <= 1.8
     before = {rate: runs["protect, refit off", rate, 0]["accuracy"][-1][-1] for rate in ("1e-4", "2e-4")}
     assert all(84 <= accuracy < 84.5 for accuracy in before.values())
