@@ -14,7 +14,6 @@ M is a folder or a name on the hub; texts are .txt, .html (tags are removed), or
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,24 +22,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import torch
-import torch.nn.functional as F
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 import common
 import limpet
 from common import versions
-from limpet.integrations.causal_lm import iter_texts
+from fine_tuning import (
+    BATCH,
+    HELD_OUT,
+    LENGTH,
+    LINEAR,
+    MEMORY_TOKENS,
+    NEW_BLOCKS,
+    adamw,
+    adapted,
+    blocks,
+    fresh,
+    loss,
+)
 from limpet.model import Block, discover
 
 RESULTS = common.RESULTS / "language"
-LENGTH, BATCH = 64, 4
 STEPS, LOOKS = 60, (0, 5, 10, 20, 30, 45, 60)
-MEMORY_TOKENS, HELD_OUT, NEW_BLOCKS = 12_000, 40, 400
-RANK, LR, LAST_LR, LAST_BLOCKS = 8, 2e-3, 3e-4, 2
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LR, LAST_LR, LAST_BLOCKS = 2e-3, 3e-4, 2
 RUNS: dict[str, tuple[str, str, float]] = {  # name: what trains, what holds, how strongly
     "plain": ("adapters", "nothing", 0.0),
     "l2 10": ("adapters", "l2", 10.0),
@@ -65,40 +71,6 @@ SHRUNK = (0.95, 0.9, 0.85, 0.8, 0.7)
 COMMON = "kronecker 100"  # the run whose end all others are compared at
 
 
-def read(path: Path) -> str:
-    """The text of a file, without tags."""
-    text = "\n\n".join(iter_texts(str(path)))
-    return re.sub(r"[ \t]+", " ", re.sub(r"<[^>]*>", " ", text)) if path.suffix in (".csv", ".html") else text
-
-
-def blocks(tokenizer: Any, paths: list[Path], count: int, seed: int) -> Tensor:
-    """Pieces of LENGTH tokens from all over the files, as many from each, that do not overlap."""
-    generator = torch.Generator().manual_seed(seed)
-    each, window, pieces = -(-count // len(paths)), 5 * LENGTH, []
-    for path in paths:
-        text, found = read(path), []
-        for start in torch.randperm(len(text) // window, generator=generator).tolist():
-            ids = tokenizer(text[start * window : (start + 1) * window])["input_ids"]
-            if len(ids) >= LENGTH:
-                found.append(torch.tensor(ids[:LENGTH]))
-            if len(found) == each:
-                break
-        pieces += found
-    return torch.stack([pieces[i] for i in torch.randperm(len(pieces), generator=generator).tolist()][:count])
-
-
-@torch.no_grad()
-def loss(model: nn.Module, rows: Tensor) -> float:
-    """The mean loss per predicted token."""
-    model.eval()
-    total = 0.0
-    for part in torch.split(rows, BATCH):
-        logits = model(input_ids=part, use_cache=False).logits[:, :-1]
-        total += float(F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"))
-    model.train()
-    return total / (rows.shape[0] * (LENGTH - 1))
-
-
 class OnFactors(limpet.OnlineLaplace):
     """The memory of the adapters' own parameters, as if they were any others: what EWC does with them."""
 
@@ -117,17 +89,11 @@ class Experiment:
         text = blocks(self.tokenizer, new, NEW_BLOCKS + HELD_OUT, seed=1)
         self.new_test, self.new = text[:HELD_OUT], text[HELD_OUT:]
 
-    def fresh(self) -> Any:
-        """The model as it was published."""
-        model = transformers.AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32)
-        model.config.use_cache = False
-        return model
-
     def memory(self, model: nn.Module, strength: float | None) -> limpet.Memory:
         """The memory of the old text, made once; without a strength, at the one that `"auto"` would have given it."""
         path = self.folder / "memory.safetensors"
         if not path.exists():
-            plain = self.fresh()
+            plain = fresh(self.source)
             for name, parameter in plain.named_parameters():
                 parameter.requires_grad_(any(f".{layer}." in name for layer in LINEAR))
             memory = limpet.OnlineLaplace(plain, prior_precision=1e-3, prior_mean="initial")
@@ -150,21 +116,17 @@ class Experiment:
         """One way to learn the new text: losses on both texts along the way."""
         trains, holds, strength = RUNS[name]
         torch.manual_seed(0)
-        model = self.fresh()
+        model = fresh(self.source)
         if trains == "adapters":
-            config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=LINEAR)
-            trained = peft.get_peft_model(model, config)
+            trained = adapted(model)
         else:
             last = [f"layers.{model.config.num_hidden_layers - 1 - i}." for i in range(LAST_BLOCKS)]
             for key, parameter in model.named_parameters():
                 parameter.requires_grad_(any(part in key for part in last) and any(f".{one}." in key for one in LINEAR))
             trained = model
         memory, protect = self._held(trained, holds, strength)
-        parameters = [p for p in trained.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=LR if trains == "adapters" else LAST_LR, weight_decay=0.0)
-        rate = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / STEPS) + 0.05
-        )
+        optimizer, rate = adamw(trained, LR if trains == "adapters" else LAST_LR, STEPS, rest=0.05)
+        trained.train()
         generator = torch.Generator().manual_seed(2)
         points, seconds = [], 0.0
         with protect(optimizer):

@@ -26,12 +26,12 @@ import torch
 
 import common
 from common import versions
-from language import BATCH
+from fine_tuning import BATCH, fresh
 from limpet.curvature.fisher_pass import FisherPass
 from limpet.integrations.causal_lm import consolidate_lm
 from limpet.methods.laplace import Laplace
 from repair_figures import markdown
-from repair_language import fresh, samples
+from repair_language import samples
 
 RESULTS = common.RESULTS / "memory" / "pass.jsonl"
 PHASES: dict[str, tuple[type, str]] = {

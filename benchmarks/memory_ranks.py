@@ -34,13 +34,13 @@ import transformers
 import common
 import limpet
 from common import versions
-from language import BATCH, HELD_OUT, NEW_BLOCKS, blocks, loss
+from fine_tuning import BATCH, HELD_OUT, LENGTH, NEW_BLOCKS, blocks, fresh, loss
 from limpet.forgetting.drift import measured_drift
 from limpet.forgetting.repair import Measures, solve
 from limpet.integrations.causal_lm import consolidate_lm
 from limpet.methods.repair_pass import RepairOptions, new_fisher
 from repair_figures import markdown, spread
-from repair_language import CURVATURE_TOKENS, SAMPLE_LENGTH, exact_probe, fresh, samples
+from repair_language import CURVATURE_TOKENS, exact_probe, samples
 from tokens import cost
 
 RESULTS = common.RESULTS / "memory"
@@ -94,7 +94,7 @@ class Bench:
         self.weights = base.num_parameters()
         self.probe = exact_probe(base, [{"input_ids": part} for part in rows])
         self.model: Any = peft.PeftModel.from_pretrained(base, options.work / f"lora-{seed}")
-        rows = torch.split(self.new[: CURVATURE_TOKENS // (SAMPLE_LENGTH - 1)], BATCH)
+        rows = torch.split(self.new[: CURVATURE_TOKENS // (LENGTH - 1)], BATCH)
         batches = [{"input_ids": part} for part in rows]
         self.fisher = new_fisher(self.memory(COMPLETE), batches, RepairOptions(examples=self.new[:, 1:].numel()))
 

@@ -20,7 +20,7 @@ import common
 import limpet
 from common import versions
 from limpet.forgetting.repair import Repair, solve
-from limpet.methods.repair_pass import RepairOptions, _measures, new_fisher
+from limpet.methods.repair_pass import RepairOptions, new_fisher, path_measures
 from limpet.model import full_precision
 from limpet.protection.recorder import InputRecorder
 from sentences import TASKS, Experiment
@@ -95,7 +95,7 @@ class Tuned:
             path.at(0.0, 0.5)
             fisher = new_fisher(self.memory, self.recorded, options)
             path.undo()
-            measures = _measures(self.memory, self.recorded[:1], fisher, options)
+            measures = path_measures(self.memory, self.recorded[:1], fisher, options)
             return solve(self.memory.posterior, fisher, measures).within_budget(BUDGET)
 
 

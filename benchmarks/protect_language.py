@@ -26,19 +26,17 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
 import common
 import limpet
 from common import versions
-from language import BATCH, HELD_OUT, LINEAR, NEW_BLOCKS, RANK, blocks, loss
+from fine_tuning import BATCH, HELD_OUT, NEW_BLOCKS, adamw, adapted, blocks, distilled, fresh, loss
 from limpet.forgetting.drift import measured_drift
 from repair_figures import markdown
-from repair_language import RATES, exact_probe, fresh, remembered, samples
+from repair_language import RATES, exact_probe, remembered, samples
 
 RESULTS = common.RESULTS / "protect" / "language.jsonl"
 STEPS = {"lora": 300, "qlora": 300, "full": 60}
@@ -123,8 +121,7 @@ class Bench:
         torch.manual_seed(self.options.seed)
         model: Any = self._base()
         if self.options.kind != "full":
-            config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=LINEAR, task_type="CAUSAL_LM")
-            return peft.get_peft_model(model, config)
+            return adapted(model)
         model.get_input_embeddings().requires_grad_(False)
         return model
 
@@ -156,11 +153,7 @@ class Bench:
 
     def _fit(self, trained: Any, what: str, memory: Any, moments: list[dict[str, Any]]) -> Any:
         options, steps = self.options, STEPS[self.options.kind]
-        parameters = [p for p in trained.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.0)
-        rate = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / steps) + 0.02
-        )
+        optimizer, rate = adamw(trained, self.learning_rate, steps)
         generator = torch.Generator().manual_seed(2 + options.seed)
         extra = self._extra(what)
         trained.train()
@@ -192,10 +185,7 @@ class Bench:
             return found
 
         def distillation(_: Any, rows: Tensor, logits: Tensor) -> Tensor:
-            with torch.no_grad():
-                before = self.teacher(input_ids=rows, use_cache=False).logits.log_softmax(-1)
-            now = logits.log_softmax(-1)
-            return F.kl_div(now.flatten(0, 1), before.flatten(0, 1), log_target=True, reduction="batchmean")
+            return distilled(self.teacher, rows, logits)
 
         return {"replay": replay, "distillation": distillation}.get(what, lambda *_: 0.0)
 

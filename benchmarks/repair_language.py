@@ -31,18 +31,29 @@ from torch import Tensor
 import common
 import limpet
 from common import versions
-from language import BATCH, HELD_OUT, LINEAR, MEMORY_TOKENS, NEW_BLOCKS, RANK, blocks, loss
+from fine_tuning import (
+    BATCH,
+    HELD_OUT,
+    LENGTH,
+    MEMORY_TOKENS,
+    NEW_BLOCKS,
+    adamw,
+    adapted,
+    blocks,
+    fresh,
+    loss,
+    stored_samples,
+)
 from limpet.forgetting.drift import measured_drift
 from limpet.forgetting.probe import Probe
-from limpet.integrations.causal_lm import consolidate_lm, self_samples
+from limpet.integrations.causal_lm import consolidate_lm
 
 RESULTS = common.RESULTS / "repair"
-SAMPLE_LENGTH = 64
 SAMPLES = {  # rows, seed
     "probe": (120, 1),
     "test": (40, 2),
     "budget": (120, 3),
-    "memory": (MEMORY_TOKENS // (SAMPLE_LENGTH - 1), 0),
+    "memory": (MEMORY_TOKENS // (LENGTH - 1), 0),
 }
 CURVATURE_TOKENS = 7_500  # of which a fifth is held out
 STRENGTHS = (0.3, 1.0, 3.0, 10.0)
@@ -52,13 +63,6 @@ TOLERANCE, BUDGETS = 0.02, (0.3, 0.15, 0.08)
 
 STEPS = {"lora": 300, "full": 100}
 RATES = {"lora": 2e-3, "full": 1e-4}
-
-
-def fresh(source: str) -> Any:
-    """The model as it was published."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    model.config.use_cache = False
-    return model
 
 
 def train(options: argparse.Namespace) -> None:
@@ -72,18 +76,12 @@ def train(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     model = fresh(options.model)
     if options.kind == "lora":
-        trained: Any = peft.get_peft_model(
-            model, peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=LINEAR, task_type="CAUSAL_LM")
-        )
+        trained = adapted(model)
     else:
         trained = model
         model.get_input_embeddings().requires_grad_(False)
     steps = STEPS[options.kind]
-    parameters = [p for p in trained.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=RATES[options.kind], weight_decay=0.0)
-    rate = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / steps) + 0.02
-    )
+    optimizer, rate = adamw(trained, RATES[options.kind], steps)
     generator = torch.Generator().manual_seed(2 + options.seed)
     before, begin = loss(trained, new_test), time.perf_counter()
     trained.train()
@@ -116,11 +114,7 @@ def train(options: argparse.Namespace) -> None:
 def samples(options: argparse.Namespace, which: str) -> Tensor:
     """The model's own samples, drawn once and kept."""
     rows, seed = SAMPLES[which]
-    path = options.work / f"samples-{which}.json"
-    if not path.exists():
-        drawn = self_samples(fresh(options.model), rows * (SAMPLE_LENGTH - 1), length=SAMPLE_LENGTH, seed=seed)
-        path.write_text(json.dumps(drawn.tolist()))
-    return torch.tensor(json.loads(path.read_text()))
+    return stored_samples(options.model, options.work / f"samples-{which}.json", rows, seed)
 
 
 def remembered(options: argparse.Namespace) -> None:
@@ -132,7 +126,7 @@ def remembered(options: argparse.Namespace) -> None:
         rows = samples(options, "memory")
     else:
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
-        rows = blocks(tokenizer, options.old, MEMORY_TOKENS // (SAMPLE_LENGTH - 1) + HELD_OUT, seed=0)[HELD_OUT:]
+        rows = blocks(tokenizer, options.old, MEMORY_TOKENS // (LENGTH - 1) + HELD_OUT, seed=0)[HELD_OUT:]
     probe = torch.split(samples(options, "probe"), BATCH)
     model, begin = fresh(options.model), time.perf_counter()
     model.get_input_embeddings().requires_grad_(False)
@@ -193,7 +187,7 @@ class Bench:
             self._point("tuned", 0.0)
         memory = limpet.load(options.work / f"memory-{options.source}.safetensors", self.model)
         assert isinstance(memory, limpet.Memory)
-        rows = self.new[: CURVATURE_TOKENS // (SAMPLE_LENGTH - 1)]
+        rows = self.new[: CURVATURE_TOKENS // (LENGTH - 1)]
         batches = [{"input_ids": part} for part in torch.split(rows, BATCH)]
         tokens = self.new[:, 1:].numel()
         begin = time.perf_counter()

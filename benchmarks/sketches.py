@@ -20,12 +20,12 @@ from torch import Tensor
 
 import common
 from common import versions
-from language import BATCH
+from fine_tuning import BATCH, fresh
 from limpet.precision.linalg import symmetric_eigen
 from limpet.precision.sketch import Sketch
 from limpet.precision.spiked import Spiked
 from repair_figures import markdown
-from repair_language import fresh, samples
+from repair_language import samples
 
 RESULTS = common.RESULTS / "memory" / "sketches.jsonl"
 LAYERS = (

@@ -18,14 +18,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 import transformers
 from torch import Tensor
 
 import common
 import limpet
-from language import BATCH, LENGTH, LINEAR, RANK, RESULTS, blocks
+from fine_tuning import BATCH, LENGTH, adapted, blocks
+from language import RESULTS
 from limpet.curvature import FisherPass, Structure
 from limpet.model import discover
 from limpet.precision import KroneckerTerm
@@ -65,17 +65,17 @@ def errors(model: Any, rows: Tensor) -> list[dict[str, Any]]:
 def cost(model: Any, memory: Path, rows: Tensor, rounds: int) -> dict[str, float]:
     """The time of a protected step against that of a plain one."""
     model.requires_grad_(True)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=LINEAR))
-    held = limpet.load(memory, adapted)
-    parameters = [p for p in adapted.parameters() if p.requires_grad]
+    trained = adapted(model)
+    held = limpet.load(memory, trained)
+    parameters = [p for p in trained.parameters() if p.requires_grad]
     free, bound = (torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0) for _ in range(2))
-    adapted.train()
+    trained.train()
 
     def step(number: int, optimizer: torch.optim.Optimizer) -> float:
         begin = time.perf_counter()
         part = rows[BATCH * number : BATCH * (number + 1)]
         optimizer.zero_grad()
-        torch.autograd.backward(adapted(input_ids=part, labels=part).loss)
+        torch.autograd.backward(trained(input_ids=part, labels=part).loss)
         optimizer.step()
         return time.perf_counter() - begin
 

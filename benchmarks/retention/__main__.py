@@ -35,13 +35,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="by default SUITE.jsonl in results/retention")
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     options = common.parse(parser)
+    suite = SUITES[options.suite]
+    unknown = [pair for pair in options.pairs if pair not in suite.pairs]
+    if unknown:
+        parser.error(f"--pairs {unknown[0]!r}: this suite has {', '.join(map(repr, suite.pairs))}")
+    if any("=" not in one for one in options.text):
+        parser.error("--text has the form NAME=FILE, for example german=text.html")
     options.texts = dict(one.split("=", 1) for one in options.text)
     options.out = options.out or common.RESULTS / "retention" / f"{options.suite}.jsonl"
-    suite = SUITES[options.suite]
     if not options.draw:
         runs.run(suite, options)
     for pair in options.pairs:
-        print(f"\n{pair}:\n\n{report.table(report.Results(common.read_records(options.out), pair), suite.lost)}")
+        results = report.Results(common.read_records(options.out), pair)
+        told = report.table(results, suite.lost) if results.runs else f"{options.out} has no records of this pair"
+        print(f"\n{pair}:\n\n{told}")
 
 
 if __name__ == "__main__":

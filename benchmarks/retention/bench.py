@@ -14,17 +14,15 @@ from typing import Any
 
 import peft
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
 import limpet
-from language import BATCH, HELD_OUT, LINEAR, NEW_BLOCKS, RANK, blocks, loss
+from fine_tuning import BATCH, HELD_OUT, NEW_BLOCKS, adamw, adapted, blocks, distilled, fresh, loss
 from limpet.forgetting.repair import Repair
 from limpet.integrations.causal_lm import consolidate_lm
 from limpet.methods.laplace import REPAIRED_WITH
 from limpet.protection.recorder import InputRecorder
-from repair_language import fresh
 from retention.compare import RATIOS
 from retention.method import After, During
 
@@ -54,7 +52,7 @@ class Pair:
     moments: tuple[int, ...] = (100, 150, 200, 250, 300)
 
 
-class Bench(ABC):
+class LanguageBench(ABC):
     """A pair and a seed: the text to learn, the model before, and how it is trained, moved and measured.
 
     Args:
@@ -101,10 +99,7 @@ class Bench(ABC):
 
     def distilled(self, batch: Tensor, outputs: Tensor) -> Tensor:
         """KL(before || now) per token, on rows of the new text."""
-        with torch.no_grad():
-            before = self.teacher(input_ids=batch, use_cache=False).logits.log_softmax(-1)
-        now = outputs.log_softmax(-1)
-        return F.kl_div(now.flatten(0, 1), before.flatten(0, 1), log_target=True, reduction="batchmean")
+        return distilled(self.teacher, batch, outputs)
 
     def old_loss(self, model: Any, share: float) -> Tensor:
         """The loss on one old row."""
@@ -139,10 +134,8 @@ class Bench(ABC):
     def fresh(self, method: During, value: float) -> Any:
         """The model before training, with what trains."""
         torch.manual_seed(self.seed)
-        if method.wrapped is not None:
-            return method.wrapped(fresh(self.source), value)
-        config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=LINEAR, task_type="CAUSAL_LM")
-        return peft.get_peft_model(fresh(self.source), config)
+        model = fresh(self.source)
+        return adapted(model) if method.wrapped is None else method.wrapped(model, value)
 
     def _folder(self, name: str) -> Path:
         return Path(self.work / f"{self.name} {self.seed} {name}")
@@ -154,11 +147,7 @@ class Bench(ABC):
             The record: its curve over steps, seconds without those of measuring, and so on.
         """
         trained, pair = self.fresh(method, value), self.pair
-        parameters = [p for p in trained.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=pair.rate * method.rate(value), weight_decay=0.0)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / pair.steps) + 0.02
-        )
+        optimizer, schedule = adamw(trained, pair.rate * method.rate(value), pair.steps)
         generator = torch.Generator().manual_seed(2 + self.seed)
         extra = None if method.extra is None else method.extra(self, trained, value)
         recorder, curve, paused = InputRecorder(trained), [], 0.0

@@ -7,17 +7,15 @@ loss is near that of plain training, the loss on other texts.
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from language import BATCH, LENGTH, NEW_BLOCKS, loss
-from limpet.integrations.causal_lm import self_samples
-from retention.bench import KEPT, Bench, Pair
+from fine_tuning import BATCH, LENGTH, MEMORY_TOKENS, NEW_BLOCKS, loss, stored_samples
+from retention.bench import KEPT, LanguageBench, Pair
 
-MEMORY_TOKENS, PROBE_ROWS, TEST_ROWS, OTHER_ROWS = 12_000, 120, 60, 318
+PROBE_ROWS, TEST_ROWS, OTHER_ROWS = 120, 60, 318
 SAMPLE_SEEDS = {"memory": 0, "probe": 1, "test": 2}
 
 PAIRS = {
@@ -28,7 +26,7 @@ PAIRS = {
 }
 
 
-class DriftBench(Bench):
+class DriftBench(LanguageBench):
     """With samples of the model before, and other texts."""
 
     def __init__(self, options: argparse.Namespace, name: str, pair: Pair, seed: int) -> None:
@@ -43,11 +41,7 @@ class DriftBench(Bench):
 
     def samples(self, which: str, rows: int) -> Tensor:
         """Samples of the model before, drawn once and kept."""
-        path = self.work / f"samples-{which}.json"
-        if not path.exists():
-            drawn = self_samples(self.teacher, rows * (LENGTH - 1), length=LENGTH, seed=SAMPLE_SEEDS[which])
-            path.write_text(json.dumps(drawn.tolist()))
-        return torch.tensor(json.loads(path.read_text()))[:rows]
+        return stored_samples(self.source, self.work / f"samples-{which}.json", rows, SAMPLE_SEEDS[which])
 
     def remembered(self) -> tuple[Tensor, Tensor]:
         return self.samples("memory", MEMORY_TOKENS // (LENGTH - 1)), self.samples("probe", PROBE_ROWS)

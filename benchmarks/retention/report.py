@@ -102,7 +102,7 @@ def _row(results: Results, row: Row) -> list[str]:
     difference = results.against(row, REFERENCE, RATIOS[1])
     trained, method = row
     needs = AFTER[method].needs if method else DURING[trained].needs
-    one = len(ends[0]) and method != "repair" and method != "scaling"
+    one = not method or all(len(results.runs[row][seed]["curve"]) == 1 for seed in seeds)
     return [
         name(row),
         needs,

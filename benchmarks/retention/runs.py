@@ -10,7 +10,7 @@ from typing import Any
 import common
 from common import versions
 from retention.after import METHODS as AFTER
-from retention.bench import Bench, Pair
+from retention.bench import LanguageBench, Pair
 from retention.during import METHODS as DURING
 from retention.method import During
 
@@ -25,7 +25,7 @@ class Suite:
     """What a suite learns, how it measures, and in which unit."""
 
     pairs: Mapping[str, Pair]
-    bench: Callable[[argparse.Namespace, str, Pair, int], Bench]
+    bench: Callable[[argparse.Namespace, str, Pair, int], LanguageBench]
     lost: str
 
 
@@ -36,16 +36,33 @@ def run(suite: Suite, options: argparse.Namespace) -> None:
         suite: The suite.
         options: The command line: model, texts, pairs, seeds, methods, work and out.
     """
+    wanted = {pair: list(_wanted(options.methods, development=pair == "development")) for pair in options.pairs}
+    _check(suite, options)
     options.work.mkdir(parents=True, exist_ok=True)
     for pair in options.pairs:
         for seed in options.seeds:
-            _run(suite, options, pair, seed)
+            _run(suite, options, pair, seed, wanted[pair])
 
 
-def _run(suite: Suite, options: argparse.Namespace, pair: str, seed: int) -> None:
-    bench: Bench | None = None
+def _check(suite: Suite, options: argparse.Namespace) -> None:
+    """Stop before anything is run if a text or the plain runs are missing."""
+    needed = {text for pair in options.pairs for text in (suite.pairs[pair].new, *suite.pairs[pair].others)}
+    missing = ", ".join(sorted(needed - options.texts.keys()))
+    if missing:
+        raise SystemExit(f"texts that are missing: {missing}; add them with --text NAME=FILE")
+    done = {key(record) for record in common.read_records(options.out)}
+    for pair in options.pairs if "plain" not in options.methods else ():
+        without = [seed for seed in options.seeds if (pair, seed, "plain", "", 0.0) not in done]
+        if without:
+            raise SystemExit(f"{pair}, seeds {without}: every method is compared with plain training; run it too")
+
+
+def _run(
+    suite: Suite, options: argparse.Namespace, pair: str, seed: int, wanted: Sequence[tuple[str, str, float | None]]
+) -> None:
+    bench: LanguageBench | None = None
     done = {key(record): record for record in common.read_records(options.out)}
-    for trained, after, value in _wanted(options.methods, development=pair == "development"):
+    for trained, after, value in wanted:
         now: dict[str, Any] = {"pair": pair, "seed": seed, "trained": trained, "method": after, "value": value}
         if key(now) in done:
             continue
@@ -69,7 +86,7 @@ def _wanted(methods: Sequence[str], *, development: bool) -> Iterator[tuple[str,
     for name in methods:
         if name in AFTER:
             for trained in AFTER[name].after:
-                if trained in methods and not (development and DURING[trained].candidates):
+                if (trained in methods or trained == "plain") and not (development and DURING[trained].candidates):
                     yield trained, name, None
 
 

@@ -12,14 +12,12 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 import transformers
 from torch import Tensor
 
-from language import BATCH, LENGTH, LINEAR, NEW_BLOCKS, RANK
-from repair_language import fresh
-from retention.bench import KEPT, Bench, Pair
+from fine_tuning import BATCH, LENGTH, NEW_BLOCKS, adamw, adapted, fresh
+from retention.bench import KEPT, LanguageBench, Pair
 
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Greta", "Henry", "Ida", "Jonas", "Karin", "Leo", "Mia")
 ITEMS = ("lamps", "chairs", "tables", "books", "pens", "cups", "plates", "clocks", "mirrors", "ropes", "keys", "hats")
@@ -55,14 +53,8 @@ def rows_of(tokenizer: Any, pairs: list[tuple[str, str]]) -> Tensor:
 def teach(model: Any, rows: Tensor, seed: int) -> Any:
     """Train adapters on these rows, and merge them."""
     torch.manual_seed(seed)
-    config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=LINEAR, task_type="CAUSAL_LM")
-    trained: Any = peft.get_peft_model(model, config)
-    optimizer = torch.optim.AdamW(
-        [p for p in trained.parameters() if p.requires_grad], lr=TAUGHT_RATE, weight_decay=0.0
-    )
-    rate = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / TAUGHT_STEPS)
-    )
+    trained = adapted(model)
+    optimizer, rate = adamw(trained, TAUGHT_RATE, TAUGHT_STEPS)
     generator = torch.Generator().manual_seed(seed)
     trained.train()
     for _ in range(TAUGHT_STEPS):
@@ -103,7 +95,7 @@ def wrong(model: Any, tokenizer: Any, pairs: list[tuple[str, str]], size: int = 
     return found
 
 
-class SkillBench(Bench):
+class SkillBench(LanguageBench):
     """With a model that was taught the convention; each seed has its own."""
 
     def __init__(self, options: argparse.Namespace, name: str, pair: Pair, seed: int) -> None:

@@ -16,7 +16,9 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # as `python -m benchmarks` does
 
+from fine_tuning import LINEAR  # noqa: E402
 from language_models import llama  # noqa: E402
+from retention import __main__ as command  # noqa: E402
 from retention import bench, compare, drift, report, runs, skill  # noqa: E402
 from retention.after import METHODS as AFTER  # noqa: E402
 from retention.after import repair, ties  # noqa: E402
@@ -24,9 +26,9 @@ from retention.after.adapters import layers  # noqa: E402
 from retention.after.lines import factor  # noqa: E402
 from retention.during import METHODS as DURING  # noqa: E402
 from retention.during import l2_sp  # noqa: E402
+from retention.method import During  # noqa: E402
 
 SMALL = bench.Pair("german", ("reviews",), steps=40, rate=2e-2, moments=(20, 40))
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def adapted() -> Any:
@@ -136,6 +138,53 @@ def test_methods_are_compared_at_the_new_loss_of_plain_training() -> None:
     }
     assert lines["repair"][3:9] == ["1.180", "0.700", "0.700", "-0.400 +- 0.000", "+0.600", "9"]
     assert lines["scaling"][6] == "" and lines["early stopping"][4] == "1.455"
+
+
+def test_a_method_with_one_point_shows_where_it_ends_and_a_path_does_not() -> None:
+    base = {"pair": "german", "seed": 0, "trained": "plain", "value": 0.0, "seconds": 9, "before": {}}
+    curve = [{"new": 2.0 + i / 20, "lost": [0.9 - i / 5]} for i in range(3)]
+    records = [
+        base | {"method": method, "curve": curve[:some]} for method, some in (("", 3), ("LiNeS", 3), ("protect", 1))
+    ]
+    told = report.table(report.Results(records, "german"), "drift").splitlines()
+    ends = {line.split(" | ")[0].strip("| "): line.split(" | ")[2:4] for line in told}
+    assert ends["LiNeS"] == ["", ""] and ends["protect"] == ["2.000", "0.900"]
+    assert ends["early stopping"] == ["2.100", "0.500"]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--pairs", "klingon"], "this suite has 'development', 'german'"),
+        (["--text", "german"], "NAME=FILE"),
+        (["--text", "german=a.txt"], "missing: english, reviews, speeches"),
+        (["--text", *(f"{name}=a.txt" for name in ("german", "english", "reviews", "speeches"))], "every method"),
+        (["--draw", "--pairs", "speeches"], "no records"),
+    ],
+)
+def test_wrong_input_is_told_before_anything_runs(
+    given: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    files = ["--out", str(tmp_path / "drift.jsonl"), "--work", str(tmp_path / "work")]
+    monkeypatch.setattr(sys, "argv", ["retention", "drift", "--methods", "scaling", *files, *given])
+    shown = ""
+    try:
+        command.main()
+    except SystemExit as stop:
+        shown = str(stop)
+    captured = capsys.readouterr()
+    assert told in shown + captured.out + captured.err and not (tmp_path / "work").exists()
+
+
+def test_a_setting_that_was_not_chosen_is_told_before_anything_runs(tmp_path: Path) -> None:
+    texts = dict.fromkeys(("german", "english", "reviews", "speeches"), "a.txt")
+    asked = Namespace(pairs=["german"], seeds=[0], texts=texts, methods=["plain", "missing"], work=tmp_path / "work")
+    method = During("missing", "nothing", candidates=(1.0, 2.0))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match="missing: run the development pair"):
+        patch.setitem(DURING, "missing", method)
+        runs.run(command.SUITES["drift"], asked)
+    assert not asked.work.exists()
 
 
 def character_tokenizer(vocabulary: dict[str, int]) -> Any:

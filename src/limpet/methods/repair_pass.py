@@ -142,7 +142,7 @@ def _solved(memory: Repairable, batches: Iterable[Any], options: RepairOptions) 
     if hold_out and not memory.posterior.on_any_rank(bool(split.held)):
         raise LimpetError(TOO_FEW)
     look = split.held if hold_out else fisher.first.take(MOST_HELD_OUT // HELD_OUT)
-    measures = _measures(memory, look, fisher, options)
+    measures = path_measures(memory, look, fisher, options)
     weight = 1.0 if counted else split.share
     return solve(
         memory.posterior,
@@ -155,7 +155,7 @@ def _solved(memory: Repairable, batches: Iterable[Any], options: RepairOptions) 
     )
 
 
-def _measures(memory: Repairable, held_out: list[Any], fisher: Fisher, options: RepairOptions) -> Measures:
+def path_measures(memory: Repairable, held_out: list[Any], fisher: Fisher, options: RepairOptions) -> Measures:
     """Return functions that measure the model along the path."""
     look = LossProbe(memory.model, held_out, _likelihood(memory, options), options.forward, memory.seed)
 
