@@ -27,3 +27,15 @@ def test_the_earlier_tasks_are_retained_and_the_last_is_learned() -> None:
         assert plain["accuracy"][-1][-1] - run["accuracy"][-1][-1] <= 1.8
     before = {rate: runs["protect, refit off", rate, 0]["accuracy"][-1][-1] for rate in ("1e-4", "2e-4")}
     assert all(84 <= accuracy < 84.5 for accuracy in before.values())
+
+
+def test_a_head_that_is_fitted_again_is_what_the_repair_was_missing() -> None:
+    new_head = benchmark("new_head")
+    records = new_head.common.read_records(new_head.RESULTS)
+    page = PAGE.parents[2] / "docs" / "decisions" / "0031-new-output-layer.md"
+    assert new_head.table(records) in page.read_text(), "python -m benchmarks new_head --draw"
+    third = {record["what"]: record["accuracy"][2] for record in records}
+    kept = third["head as trained"]
+    assert all(abs(third[f"head as trained, {what}"] - kept) < 1 for what in ("Gaussian curvature", "all rows"))
+    gains = [third[what] - kept for what in ("head as trained, curvature halfway", "tuned", "head fitted again")]
+    assert [f"{gain:.2f}" for gain in gains] == ["5.00", "16.75", "13.75"]
