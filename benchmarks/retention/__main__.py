@@ -2,10 +2,11 @@
 
     python -m benchmarks retention drift --model M --text german=A.html reviews=B.csv ...   # all runs still missing
     python -m benchmarks retention skill --model M --text german=A.html
+    python -m benchmarks retention vision --pairs svhn
     python -m benchmarks retention drift --draw                                             # the tables
 
-Settings of every method were chosen on the pair "development" (French, 100 steps). A run is recorded when it ends, so
-an interrupted command resumes with the next one.
+Settings of every method were chosen on the pair "development" of a suite, and are part of the methods (`chosen`). A run
+is recorded when it ends, so an interrupted command resumes with the next one.
 """
 
 from __future__ import annotations
@@ -13,13 +14,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import common
-from retention import drift, report, runs, skill
+from retention import drift, report, runs, skill, vision
 from retention.after import METHODS as AFTER
 from retention.during import METHODS as DURING
 
 SUITES = {
-    "drift": runs.Suite(drift.PAIRS, drift.DriftBench, "drift"),
-    "skill": runs.Suite(skill.PAIRS, skill.SkillBench, "wrong"),
+    "drift": runs.Suite(drift.PAIRS, drift.DriftBench, "drift", "language"),
+    "skill": runs.Suite(skill.PAIRS, skill.SkillBench, "wrong", "language"),
+    "vision": runs.Suite(
+        vision.PAIRS,
+        vision.VisionBench,
+        "wrong",
+        "vision",
+        texts=False,
+        without=("self-rehearsal", "OSF", "intruder reduction"),
+    ),
 }
 
 
@@ -49,6 +58,8 @@ def main() -> None:
         results = report.Results(common.read_records(options.out), pair)
         told = report.table(results, suite.lost) if results.runs else f"{options.out} has no records of this pair"
         print(f"\n{pair}:\n\n{told}")
+        if pair == runs.DEVELOPMENT:
+            print(f"\nbest settings: {report.best(results)}")
 
 
 if __name__ == "__main__":

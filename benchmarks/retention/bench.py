@@ -1,9 +1,8 @@
-"""A language model that learns a text with LoRA: how it is trained by a method, or moved afterwards, and measured."""
+"""What all suites share: how a model is trained with a method, moved afterwards, and measured on the way."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -12,25 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
-import transformers
 from torch import Tensor
 
 import limpet
-from fine_tuning import BATCH, HELD_OUT, NEW_BLOCKS, adamw, adapted, blocks, distilled, fresh, loss
 from limpet.forgetting.repair import Repair
-from limpet.integrations.causal_lm import consolidate_lm
 from limpet.methods.laplace import REPAIRED_WITH
 from limpet.protection.recorder import InputRecorder
 from retention.compare import RATIOS
 from retention.method import After, During
+from retention.update import Layer
 
 KEPT = 0.05
-"""Size of the pool for replay, relative to the number of new rows."""
+"""Size of the pool for replay, relative to the number of new examples."""
 
-NEAR = (0.98 * RATIOS[0], 1.02 * RATIOS[-1])
-"""What takes long is measured where the new loss is in this range, as a multiple of that of plain training."""
+FARTHEST = 1.02 * RATIOS[-1]
+"""A path is followed until the new loss is this multiple of that of plain training."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +34,12 @@ class Pair:
     """What is learned, and how.
 
     Attributes:
-        new: The name of the text to learn.
-        others: The names of texts that the model is to keep its loss on.
+        new: The name of the new data.
+        others: The names of other data that the model is to keep its loss on.
         steps: Number of steps.
         rate: Largest learning rate.
         moments: Steps at which a training run is measured.
+        full: Train all weights instead of adapters.
     """
 
     new: str
@@ -50,10 +47,11 @@ class Pair:
     steps: int = 300
     rate: float = 2e-3
     moments: tuple[int, ...] = (100, 150, 200, 250, 300)
+    full: bool = False
 
 
-class LanguageBench(ABC):
-    """A pair and a seed: the text to learn, the model before, and how it is trained, moved and measured.
+class Bench(ABC):
+    """A pair and a seed.
 
     Args:
         options: The command line.
@@ -62,60 +60,92 @@ class LanguageBench(ABC):
         seed: The seed of the training.
     """
 
-    pool: Tensor
-    """Old rows for replay."""
+    examples: int
 
     def __init__(self, options: argparse.Namespace, name: str, pair: Pair, seed: int) -> None:
-        self.source, self.work, self.name, self.pair, self.seed = options.model, options.work, name, pair, seed
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.source)
-        text = self.text(options, pair.new, NEW_BLOCKS + HELD_OUT, seed=1)
-        self.new_test, self.new = text[:HELD_OUT], text[HELD_OUT:]
-        self.examples = self.new[:, 1:].numel()
-        self.teacher = fresh(self.source).eval().requires_grad_(False)
-        self._generator = torch.Generator().manual_seed(100 + seed)
+        self.work: Path = options.work
+        self.name, self.pair, self.seed = name, pair, seed
+        self.draws = torch.Generator().manual_seed(100 + seed)
 
-    def text(self, options: argparse.Namespace, name: str, rows: int, seed: int) -> Tensor:
-        """Rows of a text, from all over it."""
-        return blocks(self.tokenizer, [Path(options.texts[name])], rows, seed)
+    # what a suite defines
 
     @abstractmethod
-    def remembered(self) -> tuple[Tensor, Tensor]:
-        """Rows of what the model knew, for a memory, and others for its probe."""
+    def fresh(self, method: During, value: float) -> Any:
+        """The model before training, with what trains."""
 
     @abstractmethod
-    def lost(self, model: Any, *, everything: bool) -> dict[str, Any]:
-        """Measure what the model has lost: "lost", on every row of a test set; if asked, also what takes long."""
+    def optimizer(self, model: Any, rate: float) -> tuple[Any, Any]:
+        """The optimizer and the schedule of its learning rate."""
 
-    def rehearsed(self) -> list[Tensor] | None:
-        """Rows for self-rehearsal; None if the model is to draw samples."""
-        return None
+    @abstractmethod
+    def batch(self, generator: torch.Generator) -> Any:
+        """A batch of new examples."""
+
+    @abstractmethod
+    def forward(self, model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        """The loss on a batch, and the outputs."""
+
+    @abstractmethod
+    def new_loss(self, model: Any) -> float:
+        """The loss on held-out new examples."""
+
+    @abstractmethod
+    def lost(self, model: Any) -> list[float]:
+        """What is lost, on every row of a test set."""
+
+    def others(self, _: Any) -> dict[str, float]:
+        """The loss on other data, which takes long."""
+        return {}
+
+    def rehearsed(self) -> list[Tensor]:
+        """Rows for self-rehearsal, of a suite with a language model."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def distilled(self, model: Any, batch: Any, outputs: Tensor) -> Tensor:
+        """KL(before || now) of the old outputs on a new batch, per example."""
+
+    @abstractmethod
+    def old_loss(self, model: Any, share: float) -> Tensor:
+        """The loss on a few old examples, from a pool of this share of the new ones' number."""
+
+    @abstractmethod
+    def updates(self, model: Any) -> list[Layer]:
+        """What training has changed."""
+
+    @abstractmethod
+    def displaced(self, model: Any) -> Tensor:
+        """The squared distance of the weights from where they were, as a function of what trains."""
+
+    @abstractmethod
+    def consolidate(self, structure: str) -> limpet.Memory:
+        """Make a memory of the model before, with strength 1."""
+
+    @abstractmethod
+    def save(self, model: Any, name: str) -> None:
+        """Store a trained model."""
+
+    @abstractmethod
+    def trained(self, name: str) -> Any:
+        """The stored model."""
+
+    # what methods use
 
     @property
     def memories(self) -> Path:
         """The beginning of the names of memory files."""
         return Path(self.work / "memory")
 
-    # what methods use
-
-    def distilled(self, batch: Tensor, outputs: Tensor) -> Tensor:
-        """KL(before || now) per token, on rows of the new text."""
-        return distilled(self.teacher, batch, outputs)
-
-    def old_loss(self, model: Any, share: float) -> Tensor:
-        """The loss on one old row."""
-        count = max(round(share * NEW_BLOCKS), 1)
-        row = self.pool[torch.randint(0, count, (1,), generator=self._generator)]
-        found: Tensor = model(input_ids=row, labels=row).loss
-        return found
+    def path(self, name: str) -> Path:
+        """Where what a method has trained is stored."""
+        return self.work / f"{self.name} {self.seed} {name}"
 
     def memory(self, model: Any, structure: str = "kronecker", strength: float | None = None) -> Any:
         """A memory of the model before, made once."""
         path = Path(f"{self.memories}-{structure}.safetensors")
         if not path.exists():
-            plain, begin = fresh(self.source), time.perf_counter()
-            plain.get_input_embeddings().requires_grad_(False)
-            rows, probe = (torch.split(some, BATCH) for some in self.remembered())
-            consolidate_lm(plain, rows, probe=probe, structure=structure, strength=1.0).save(path)
+            begin = time.perf_counter()
+            self.consolidate(structure).save(path)
             print(f"{path}: {time.perf_counter() - begin:.0f} s, {path.stat().st_size / 1e6:.0f} MB", flush=True)
         found: Any = limpet.load(path, model)
         if strength is not None:
@@ -124,63 +154,46 @@ class LanguageBench(ABC):
 
     def repaired(self, model: Any, **options: Any) -> Repair:
         """The model after a repair with the inputs that `memory.protect` would have recorded."""
-        rows = torch.tensor(json.loads((self._folder("plain") / "recorded.json").read_text()))
-        batches = [{"input_ids": part} for part in torch.split(rows, BATCH)]
+        batches = torch.load(self.path("plain.pt"), weights_only=True)
         limit = min(self.examples, REPAIRED_WITH)
         return limpet.repair(model, self.memory(model), batches, examples=self.examples, limit=limit, **options)
 
     # what is run
 
-    def fresh(self, method: During, value: float) -> Any:
-        """The model before training, with what trains."""
-        torch.manual_seed(self.seed)
-        model = fresh(self.source)
-        return adapted(model) if method.wrapped is None else method.wrapped(model, value)
-
-    def _folder(self, name: str) -> Path:
-        return Path(self.work / f"{self.name} {self.seed} {name}")
-
     def train(self, method: During, value: float) -> dict[str, Any]:
-        """Train with a method; the adapter is kept.
+        """Train with a method; the trained model is stored.
 
         Returns:
             The record: its curve over steps, seconds without those of measuring, and so on.
         """
-        trained, pair = self.fresh(method, value), self.pair
-        optimizer, schedule = adamw(trained, pair.rate * method.rate(value), pair.steps)
+        model, pair, plain = self.fresh(method, value), self.pair, method.name == "plain"
+        optimizer, schedule = self.optimizer(model, pair.rate * method.rate(value))
         generator = torch.Generator().manual_seed(2 + self.seed)
-        extra = None if method.extra is None else method.extra(self, trained, value)
-        recorder, curve, paused = InputRecorder(trained), [], 0.0
-        before = {"before": self.measured(trained, everything=True)} if method.name == "plain" else {}
+        extra = None if method.extra is None else method.extra(self, model, value)
+        recorder, curve, paused = InputRecorder(model), [], 0.0
+        found = {"before": self.measured(model) | {"others": self.others(model)}} if plain else {}
         begin = time.perf_counter()
-        trained.train()
-        with method.protect(self, trained, optimizer, value), self._recording(recorder, method.name == "plain"):
+        with method.protect(self, model, optimizer, value), _recording(recorder, wanted=plain):
             for step in range(1, pair.steps + 1):
-                rows = self.new[torch.randint(0, len(self.new), (BATCH,), generator=generator)]
+                self.set_mode(model)
+                batch = self.batch(generator)
                 optimizer.zero_grad()
-                found = trained(input_ids=rows, labels=rows)
-                torch.autograd.backward(found.loss + (0.0 if extra is None else extra(rows, found.logits)))
+                loss, outputs = self.forward(model, batch)
+                torch.autograd.backward(loss + (0.0 if extra is None else extra(batch, outputs)))
                 optimizer.step()
                 schedule.step()
                 if step in pair.moments:
                     start = time.perf_counter()
-                    curve.append({"step": step, **self.measured(trained, everything=step == pair.steps)})
+                    curve.append({"step": step, **self.measured(model)})
                     print(f"{method.name} {value}: {_short(curve[-1])}", flush=True)
                     paused += time.perf_counter() - start
         seconds = time.perf_counter() - begin - paused
+        curve[-1]["others"] = self.others(model)
         if method.wrapped is None:
-            trained.save_pretrained(self._folder(method.name))
-        if method.name == "plain":
-            rows = torch.cat([batch["input_ids"] for batch in recorder.batches])
-            (self._folder("plain") / "recorded.json").write_text(json.dumps(rows.tolist()))
-        return {"value": value, "seconds": round(seconds), "curve": curve, **before}
-
-    @contextmanager
-    def _recording(self, recorder: InputRecorder, wanted: bool) -> Iterator[None]:
-        if wanted:
-            recorder.start()
-        yield
-        recorder.stop()
+            self.save(model, method.name)
+        if plain:
+            torch.save(recorder.batches, self.path("plain.pt"))
+        return {"value": value, "seconds": round(seconds), "curve": curve, **found}
 
     def move(self, method: After, trained: str, plain: float) -> dict[str, Any]:
         """Apply a method to a trained model.
@@ -191,30 +204,43 @@ class LanguageBench(ABC):
             plain: The new loss of plain training.
 
         Returns:
-            The record: its curve, and seconds without those of measuring.
+            The record: its curve, and seconds without those of measuring. The other data are measured at the point
+            that is nearest to the middle one of the compared losses.
         """
-        model = peft.PeftModel.from_pretrained(fresh(self.source), self._folder(trained))
-        curve, seconds, begin = [], 0.0, time.perf_counter()
-        for at in method.points(self, model):
-            seconds += time.perf_counter() - begin
-            curve.append(at | self.measured_near(model, plain))
-            print(f"{trained}, then {method.name}: {_short(curve[-1])}", flush=True)
-            begin = time.perf_counter()
+        model = self.trained(trained)
+        curve: list[dict[str, Any]] = []
+        begin = time.perf_counter()
+        with method.path(self, model) as go:
+            seconds = time.perf_counter() - begin
+            for setting in method.settings:
+                begin = time.perf_counter()
+                go(setting)
+                seconds += time.perf_counter() - begin
+                curve.append({"setting": setting, **self.measured(model)})
+                print(f"{trained}, then {method.name}: {_short(curve[-1])}", flush=True)
+                if curve[-1]["new"] > FARTHEST * plain:
+                    break
+            nearest = min(curve, key=lambda point: abs(point["new"] / plain - RATIOS[1]))
+            go(nearest["setting"])
+            nearest["others"] = self.others(model)
         return {"seconds": round(seconds), "curve": curve}
 
-    def measured_near(self, model: Any, plain: float) -> dict[str, Any]:
-        """The same, with what takes long if the new loss is near that of plain training."""
-        found = self.measured(model, everything=False)
-        near = NEAR[0] <= found["new"] / plain <= NEAR[1]
-        return found | (self.lost(model, everything=True) if near else {})
+    def set_mode(self, model: Any) -> None:
+        """Set the mode of the model, before every step."""
+        model.train()
 
-    def measured(self, model: Any, *, everything: bool) -> dict[str, Any]:
-        """The loss on the new text, and what is lost."""
-        mode = model.training
+    def measured(self, model: Any) -> dict[str, Any]:
+        """The loss on the new data, and what is lost."""
         model.eval()
-        found = {"new": round(loss(model, self.new_test), 5), **self.lost(model, everything=everything)}
-        model.train(mode)
-        return found
+        return {"new": round(self.new_loss(model), 5), "lost": [round(one, 5) for one in self.lost(model)]}
+
+
+@contextmanager
+def _recording(recorder: InputRecorder, *, wanted: bool) -> Iterator[None]:
+    if wanted:
+        recorder.start()
+    yield
+    recorder.stop()
 
 
 def _short(point: dict[str, Any]) -> dict[str, Any]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from limpet.forgetting.repair import Repair
+from retention.update import Layer
 
 Extra = Callable[[Any, Tensor], Tensor | float]
 """`extra(batch, outputs)`: what is added to the loss of a batch."""
+
+Go = Callable[[float], None]
+"""`go(setting)` moves a model to a point of the path of a method."""
 
 
 class Bench(Protocol):
@@ -21,14 +25,20 @@ class Bench(Protocol):
     seed: int
     examples: int
 
-    def distilled(self, batch: Any, outputs: Tensor) -> Tensor:
+    def distilled(self, model: Any, batch: Any, outputs: Tensor) -> Tensor:
         """KL(before || now) of the old outputs on a new batch, per example."""
 
     def old_loss(self, model: Any, share: float) -> Tensor:
         """The loss on a few old examples, from a pool of this share of the new ones' number."""
 
-    def rehearsed(self) -> list[Tensor] | None:
-        """Rows for self-rehearsal; None if the model is to draw samples."""
+    def rehearsed(self) -> list[Tensor]:
+        """Rows for self-rehearsal."""
+
+    def updates(self, model: Any) -> list[Layer]:
+        """What training has changed."""
+
+    def displaced(self, model: Any) -> Tensor:
+        """The squared distance of the weights from where they were, as a function of what trains."""
 
     def memory(self, model: Any, structure: str = "kronecker", strength: float | None = None) -> Any:
         """A memory of the model before, for this model."""
@@ -45,7 +55,8 @@ class During:
         name: Its name in tables.
         needs: The data that it needs beside the new ones.
         candidates: Values of its setting that are tried on the development pair.
-        chosen: The value that was chosen there; None if there is nothing to choose.
+        chosen: The value that was chosen there, by the name of the settings of a suite.
+        fixed: The value of its setting if there is nothing to choose.
         extra: Makes the further loss for a model and a value.
         protect: Makes the context that training runs in, from the bench, the model, the optimizer and the value.
         rate: Factor of the learning rate, for a value.
@@ -55,7 +66,8 @@ class During:
     name: str
     needs: str
     candidates: tuple[float, ...] = ()
-    chosen: float | None = None
+    chosen: Mapping[str, float] = field(default_factory=dict)
+    fixed: float = 0.0
     extra: Callable[[Bench, Any, float], Extra] | None = None
     protect: Callable[[Bench, Any, Any, float], AbstractContextManager[Any]] = lambda *_: nullcontext()
     rate: Callable[[float], float] = lambda _: 1.0
@@ -69,12 +81,16 @@ class After:
     Attributes:
         name: Its name in tables.
         needs: The data that it needs beside the new ones.
-        points: Moves the model along a curve, from the trained weights on, and yields what describes each point.
-            When it ends, or is closed, the model has its trained weights again.
+        path: A context in which a function moves the model to the point of a setting. When it ends, the model has its
+            trained weights again.
+        settings: From the one that changes the least on.
         after: The names of the methods whose models it is applied to.
+        adapters_only: It needs a model with LoRA adapters.
     """
 
     name: str
     needs: str
-    points: Callable[[Bench, Any], Iterator[dict[str, Any]]]
+    path: Callable[[Bench, Any], AbstractContextManager[Go]]
+    settings: tuple[float, ...]
     after: tuple[str, ...] = ("plain",)
+    adapters_only: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,15 +11,30 @@ from repair_figures import markdown
 from retention.after import METHODS as AFTER
 from retention.compare import RATIOS, Interval, Point, at_loss, paired
 from retention.during import METHODS as DURING
+from retention.runs import DEVELOPMENT
 
-Row = tuple[str, str]
-"""What a model was trained with, and what was done to it afterwards ("": nothing)."""
 
-REFERENCE: Row = ("plain", "scaling")
+class Row(NamedTuple):
+    """What a model was trained with, what was done to it afterwards ("": nothing), and a setting that was tried."""
+
+    trained: str
+    method: str = ""
+    value: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name in tables and figures."""
+        trained = self.trained if self.value is None else f"{self.trained} {self.value:g}"
+        if not self.method:
+            return "early stopping" if trained == "plain" else trained
+        return self.method if trained == "plain" else f"{trained}, then {self.method}"
+
+
+PLAIN, REFERENCE = Row("plain"), Row("plain", "scaling")
 
 
 class Results:
-    """The runs of one pair, with the settings that were chosen.
+    """The runs of one pair.
 
     Args:
         records: All records of the suite.
@@ -29,17 +44,18 @@ class Results:
     def __init__(self, records: Iterable[dict[str, Any]], pair: str) -> None:
         self.runs: dict[Row, dict[int, dict[str, Any]]] = {}
         for record in records:
-            wanted = record["method"] or record["value"] in (0.0, DURING[record["trained"]].chosen)
-            if record["pair"] == pair and wanted:
-                self.runs.setdefault((record["trained"], record["method"]), {})[record["seed"]] = record
+            if record["pair"] == pair:
+                tried = pair == DEVELOPMENT and not record["method"] and DURING[record["trained"]].candidates
+                row = Row(record["trained"], record["method"], record["value"] if tried else None)
+                self.runs.setdefault(row, {})[record["seed"]] = record
 
     def plain(self, seed: int) -> float:
         """The loss on the new data after plain training."""
-        return float(self.runs["plain", ""][seed]["curve"][-1]["new"])
+        return float(self.runs[PLAIN][seed]["curve"][-1]["new"])
 
     def curve(self, row: Row, seed: int) -> list[dict[str, Any]]:
         """The measured points of a method, from the trained model on if it acts after training."""
-        start = [self.runs[row[0], ""][seed]["curve"][-1]] if row[1] else []
+        start = [self.runs[Row(row.trained)][seed]["curve"][-1]] if row.method else []
         return [*start, *self.runs[row][seed]["curve"]]
 
     def lost(self, row: Row, seed: int, ratio: float) -> Any:
@@ -47,19 +63,18 @@ class Results:
         points = [Point(point["new"], np.array(point["lost"], dtype=float)) for point in self.curve(row, seed)]
         return at_loss(points, ratio * self.plain(seed))
 
-    def others(self, row: Row, seed: int, ratio: float) -> Any:
-        """The increase of the loss on every other text there."""
-        before = self.runs["plain", ""][seed]["before"].get("others", {})
-        points = [
-            Point(point["new"], np.array([point["others"][name] - before[name] for name in before]))
-            for point in self.curve(row, seed)
-            if "others" in point
-        ]
-        return at_loss(points, ratio * self.plain(seed))
+    def others(self, row: Row, seed: int, ratio: float) -> float | None:
+        """The increase of the loss on other data, at the measured point that is nearest; None if there is none."""
+        before = self.runs[PLAIN][seed]["before"].get("others", {})
+        points = [point for point in self.runs[row][seed]["curve"] if point.get("others")]
+        if not points:
+            return None
+        nearest = min(points, key=lambda point: abs(point["new"] / self.plain(seed) - ratio))
+        return float(np.mean([nearest["others"][name] - loss for name, loss in before.items()]))
 
     def seeds(self, row: Row) -> list[int]:
         """The seeds that a method was run with, of those with a plain run."""
-        return sorted(self.runs[row].keys() & self.runs["plain", ""].keys())
+        return sorted(self.runs[row].keys() & self.runs[PLAIN].keys())
 
     def against(self, row: Row, other: Row, ratio: float) -> Interval | None:
         """The difference of what two methods lose; None where one of them does not reach the new loss."""
@@ -68,6 +83,31 @@ class Results:
         if not found or any(a is None or b is None for a, b in found.values()):
             return None
         return paired({seed: a - b for seed, (a, b) in found.items()})
+
+    def mean_lost(self, row: Row, ratio: float) -> float | None:
+        """The mean over seeds and rows; None where a seed does not reach the new loss."""
+        return _mean([self.lost(row, seed, ratio) for seed in self.seeds(row)])
+
+
+def best(results: Results) -> dict[str, float]:
+    """Choose settings on the development pair.
+
+    Args:
+        results: The results of that pair.
+
+    Returns:
+        By method, the candidate that loses the least at the middle one of the compared losses. If none of them reaches
+        it, the one that ends with the least loss on the new data.
+    """
+    found = {}
+    for name in dict.fromkeys(row.trained for row in results.runs if row.value is not None):
+        rows = [row for row in results.runs if row.trained == name]
+        reached = {row: lost for row in rows if (lost := results.mean_lost(row, RATIOS[1])) is not None}
+        ends = {row: np.mean([run["curve"][-1]["new"] for run in results.runs[row].values()]) for row in rows}
+        row = min(reached or ends, key=lambda row: (reached or ends)[row])
+        assert row.value is not None
+        found[name] = row.value
+    return found
 
 
 def table(results: Results, lost: str) -> str:
@@ -81,31 +121,21 @@ def table(results: Results, lost: str) -> str:
         The table.
     """
     at = [f"{lost} at {ratio:.2f}" for ratio in RATIOS]
-    header = ["", "beside the new text", "new text at the end", f"{lost} at the end", *at, "minus scaling at 1.05",
-              "other texts at 1.05", "seconds", "seeds"]  # fmt: skip
+    header = ["", "beside the new data", "new loss at the end", f"{lost} at the end", *at, "minus scaling at 1.05",
+              "other data near 1.05", "seconds", "seeds"]  # fmt: skip
     return markdown(header, [_row(results, row) for row in results.runs])
-
-
-def name(row: Row) -> str:
-    """The name of a row in tables and figures."""
-    trained, method = row
-    if not method:
-        return "early stopping" if trained == "plain" else trained
-    return method if trained == "plain" else f"{trained}, then {method}"
 
 
 def _row(results: Results, row: Row) -> list[str]:
     seeds = results.seeds(row)
     ends = [results.runs[row][seed]["curve"][-1] for seed in seeds]
-    losses = [_mean([results.lost(row, seed, ratio) for seed in seeds]) for ratio in RATIOS]
+    losses = [results.mean_lost(row, ratio) for ratio in RATIOS]
     other = _mean([results.others(row, seed, RATIOS[1]) for seed in seeds])
     difference = results.against(row, REFERENCE, RATIOS[1])
-    trained, method = row
-    needs = AFTER[method].needs if method else DURING[trained].needs
-    one = not method or all(len(results.runs[row][seed]["curve"]) == 1 for seed in seeds)
+    one = not row.method or len(AFTER[row.method].settings) == 1
     return [
-        name(row),
-        needs,
+        row.name,
+        AFTER[row.method].needs if row.method else DURING[row.trained].needs,
         f"{np.mean([end['new'] for end in ends]):.3f}" if one else "",
         f"{np.mean([np.mean(end['lost']) for end in ends]):.3f}" if one else "",
         *("not reached" if loss is None else f"{loss:.3f}" for loss in losses),

@@ -10,23 +10,41 @@ from typing import Any
 import common
 from common import versions
 from retention.after import METHODS as AFTER
-from retention.bench import LanguageBench, Pair
+from retention.bench import Bench, Pair
 from retention.during import METHODS as DURING
 from retention.method import During
 
+DEVELOPMENT = "development"
+"""The pair that settings are chosen on."""
 
-def key(record: dict[str, Any]) -> tuple[Any, ...]:
+Run = tuple[str, str, float | None]
+"""What to train with, what to do afterwards ("": nothing), and the value of a setting of the training."""
+
+
+def key(record: Mapping[str, Any]) -> tuple[Any, ...]:
     """What makes a record unique."""
     return tuple(record.get(name) for name in ("pair", "seed", "trained", "method", "value"))
 
 
 @dataclass(frozen=True)
 class Suite:
-    """What a suite learns, how it measures, and in which unit."""
+    """What a suite learns, and how it measures.
+
+    Attributes:
+        pairs: What is learned, by name.
+        bench: Makes the bench of a pair and a seed.
+        lost: What is lost, as a word for headers.
+        settings: The name that chosen settings have: suites with the same network and optimizer share them.
+        texts: Whether its data are texts of the command line.
+        without: Names of methods that do not apply.
+    """
 
     pairs: Mapping[str, Pair]
-    bench: Callable[[argparse.Namespace, str, Pair, int], LanguageBench]
+    bench: Callable[[argparse.Namespace, str, Pair, int], Bench]
     lost: str
+    settings: str
+    texts: bool = True
+    without: tuple[str, ...] = ()
 
 
 def run(suite: Suite, options: argparse.Namespace) -> None:
@@ -36,7 +54,7 @@ def run(suite: Suite, options: argparse.Namespace) -> None:
         suite: The suite.
         options: The command line: model, texts, pairs, seeds, methods, work and out.
     """
-    wanted = {pair: list(_wanted(options.methods, development=pair == "development")) for pair in options.pairs}
+    wanted = {pair: list(_wanted(suite, options.methods, pair)) for pair in options.pairs}
     _check(suite, options)
     options.work.mkdir(parents=True, exist_ok=True)
     for pair in options.pairs:
@@ -46,7 +64,8 @@ def run(suite: Suite, options: argparse.Namespace) -> None:
 
 def _check(suite: Suite, options: argparse.Namespace) -> None:
     """Stop before anything is run if a text or the plain runs are missing."""
-    needed = {text for pair in options.pairs for text in (suite.pairs[pair].new, *suite.pairs[pair].others)}
+    pairs = [suite.pairs[name] for name in options.pairs if suite.texts]
+    needed = {text for pair in pairs for text in (pair.new, *pair.others)}
     missing = ", ".join(sorted(needed - options.texts.keys()))
     if missing:
         raise SystemExit(f"texts that are missing: {missing}; add them with --text NAME=FILE")
@@ -57,10 +76,8 @@ def _check(suite: Suite, options: argparse.Namespace) -> None:
             raise SystemExit(f"{pair}, seeds {without}: every method is compared with plain training; run it too")
 
 
-def _run(
-    suite: Suite, options: argparse.Namespace, pair: str, seed: int, wanted: Sequence[tuple[str, str, float | None]]
-) -> None:
-    bench: LanguageBench | None = None
+def _run(suite: Suite, options: argparse.Namespace, pair: str, seed: int, wanted: Sequence[Run]) -> None:
+    bench: Bench | None = None
     done = {key(record): record for record in common.read_records(options.out)}
     for trained, after, value in wanted:
         now: dict[str, Any] = {"pair": pair, "seed": seed, "trained": trained, "method": after, "value": value}
@@ -77,25 +94,27 @@ def _run(
         done[key(record)] = record
 
 
-def _wanted(methods: Sequence[str], *, development: bool) -> Iterator[tuple[str, str, float | None]]:
-    """What to train with, what to do afterwards, and the value of a setting; training first."""
-    for name in methods:
+def _wanted(suite: Suite, methods: Sequence[str], pair: str) -> Iterator[Run]:
+    """What to run for a pair; training first. On the development pair, all candidates."""
+    applicable = [name for name in methods if name not in suite.without]
+    for name in applicable:
         if name in DURING:
-            for value in _values(DURING[name], development=development):
+            method = DURING[name]
+            candidates = method.candidates if pair == DEVELOPMENT else ()
+            for value in candidates or (chosen(method, suite.settings),):
                 yield name, "", value
-    for name in methods:
-        if name in AFTER:
+    for name in applicable:
+        if name in AFTER and not (AFTER[name].adapters_only and suite.pairs[pair].full):
             for trained in AFTER[name].after:
-                if (trained in methods or trained == "plain") and not (development and DURING[trained].candidates):
+                tuned = pair == DEVELOPMENT and DURING[trained].candidates
+                if trained == "plain" or (trained in applicable and not tuned):
                     yield trained, name, None
 
 
-def _values(method: During, *, development: bool) -> tuple[float, ...]:
-    return method.candidates if development and method.candidates else (chosen(method),)
-
-
-def chosen(method: During) -> float:
-    """The value of its setting that was chosen on the development pair; 0 if there is nothing to choose."""
-    if method.candidates and method.chosen is None:
+def chosen(method: During, settings: str) -> float:
+    """The value of its setting that was chosen on the development pair; a fixed one if there is nothing to choose."""
+    if not method.candidates:
+        return method.fixed
+    if settings not in method.chosen:
         raise SystemExit(f"{method.name}: run the development pair first, and set `chosen`")
-    return 0.0 if method.chosen is None else method.chosen
+    return method.chosen[settings]

@@ -17,7 +17,8 @@ import transformers
 from torch import Tensor
 
 from fine_tuning import BATCH, LENGTH, NEW_BLOCKS, adamw, adapted, fresh
-from retention.bench import KEPT, LanguageBench, Pair
+from retention.bench import KEPT, Pair
+from retention.language import LanguageBench
 
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Greta", "Henry", "Ida", "Jonas", "Karin", "Leo", "Mia")
 ITEMS = ("lamps", "chairs", "tables", "books", "pens", "cups", "plates", "clocks", "mirrors", "ropes", "keys", "hats")
@@ -121,8 +122,8 @@ class SkillBench(LanguageBench):
         cut = len(self._rows) * 3 // 4
         return self._rows[:cut], self._rows[cut:]
 
-    def rehearsed(self) -> list[Tensor] | None:
+    def rehearsed(self) -> list[Tensor]:
         return list(torch.split(self._rows, BATCH))
 
-    def lost(self, model: Any, *, everything: bool) -> dict[str, Any]:
-        return {"lost": wrong(model, self.tokenizer, self.test)}
+    def lost(self, model: Any) -> list[float]:
+        return [float(one) for one in wrong(model, self.tokenizer, self.test)]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+import covered
 import limpet
 import many_ranks
 import networks
@@ -37,9 +38,11 @@ def torchrun(ranks: int, *words: str, restarts: int = 0, timeout: float = 400, f
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     launcher += ["--max-restarts", str(restarts)]
-    command = [sys.executable, *(launcher if ranks > 1 else []), str(SCRIPT), *words]
-    # four ranks run the lines that two do, so their coverage, which takes half as much time again, is not measured
-    env = {name: value for name, value in os.environ.items() if ranks <= 2 or not name.startswith("COVERAGE_PROCESS")}
+    command = [sys.executable, *(launcher if ranks > 1 else []), covered.__file__, str(SCRIPT), *words]
+    env = dict(os.environ)
+    config = env.pop("COVERAGE_PROCESS_CONFIG", None)
+    if config is not None and ranks <= 2:  # four ranks run the lines that two do
+        env[covered.CONFIG] = config
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
     try:
         told, _ = process.communicate(timeout=timeout)

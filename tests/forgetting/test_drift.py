@@ -20,6 +20,7 @@ from limpet.errors import LimpetError, LimpetWarning, MemoryFileError, Unsupport
 from limpet.forgetting.drift import Drift, exact_drift
 from limpet.forgetting.probe import Probe
 from limpet.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, MultiOutput
+from limpet.methods.repair_pass import default_budget
 from states import changed, metadata
 
 
@@ -95,6 +96,63 @@ def test_every_likelihood_has_its_divergence(likelihood: Likelihood, outputs: in
     summary = both.summary((before, before), None)
     wanted = divergence(before, now) + (before - now).square().sum(1) / 2
     torch.testing.assert_close(both.divergence(summary, (now, now)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "constant"),
+    [
+        (Gaussian(0.5), lambda f: f.mean(0)),
+        (Bernoulli(), lambda f: f.sigmoid().mean(0).logit()),
+        (Categorical(), lambda f: f.softmax(1).mean(0).log()),
+    ],
+    ids=["gaussian", "bernoulli", "categorical"],
+)
+def test_information_is_the_drift_of_the_best_answer_that_is_the_same_for_all(likelihood: Any, constant: Any) -> None:
+    outputs = net(3)(inputs()).detach()
+    summaries = [likelihood.summary(part, None) for part in outputs.split(20)]
+    same = constant(outputs)
+
+    def drift_of(answer: Tensor) -> float:
+        return float(likelihood.divergence(likelihood.summary(outputs, None), answer.expand_as(outputs)).mean())
+
+    found = likelihood.information(summaries)
+    assert math.isclose(found, drift_of(same), rel_tol=1e-9) and found > 0.01
+    for seed in range(5):
+        other = same + 0.1 * torch.randn(3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        assert drift_of(other) > found
+    both = MultiOutput(likelihood, Gaussian(2.0))
+    two = both.information([both.summary((part, part), None) for part in outputs.split(20)])
+    assert two is not None and math.isclose(two, found + float(outputs.var(0, correction=0).sum()) / 4, rel_tol=1e-9)
+
+
+def test_information_of_a_large_vocabulary_or_of_ignored_positions() -> None:
+    logits = torch.randn(6, 5, 700, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    assert Categorical(class_dim=-1).information([Categorical(class_dim=-1).summary(logits, None, generator)]) is None
+    labels = torch.zeros(6, 5).long()
+    labels[2:, 1:] = -100
+    tokens = Categorical(class_dim=-1)
+    found = tokens.information([tokens.summary(logits, labels)])
+    p = logits[labels == 0].softmax(-1)
+    wanted = -(p.mean(0) * p.mean(0).log()).sum() + (p * p.log()).sum(-1).mean()
+    assert found is not None and math.isclose(found, float(wanted), rel_tol=1e-9)
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(3.0, None), (0.1, 0.004), (30.0, 0.04)])
+def test_the_default_budget_is_a_tenth_of_what_there_is_to_lose(factor: float, expected: float | None) -> None:
+    model, x = net(), inputs()
+    with torch.no_grad():
+        model[-1].weight.mul_(factor)
+    memory = limpet.OnlineLaplace(model)
+    memory.consolidate([(x, torch.zeros(50).long())], probe=50, progress=False)
+    p = model(x).detach().softmax(1)
+    information = float(-(p.mean(0) * p.mean(0).log()).sum() + (p * p.log()).sum(1).mean())
+    found = default_budget(memory)
+    assert math.isclose(found, 0.1 * information if expected is None else expected, rel_tol=1e-9)
+    assert 0.004 < 0.1 * information < 0.04 or expected is not None
+    moved(model, 3.0)
+    limpet.repair(model, memory, [(inputs(100, seed=9), torch.randint(0, 3, (100,)))], budget="auto", progress=False)
+    assert 0.8 * found < memory.drift().upper <= found
 
 
 def test_a_noise_variance_that_is_estimated_scales_the_drift() -> None:

@@ -19,16 +19,15 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # as `python -m 
 from fine_tuning import LINEAR  # noqa: E402
 from language_models import llama  # noqa: E402
 from retention import __main__ as command  # noqa: E402
-from retention import bench, compare, drift, report, runs, skill  # noqa: E402
+from retention import compare, drift, language, report, runs, skill, update  # noqa: E402
 from retention.after import METHODS as AFTER  # noqa: E402
-from retention.after import repair, ties  # noqa: E402
-from retention.after.adapters import layers  # noqa: E402
+from retention.after import ties  # noqa: E402
 from retention.after.lines import factor  # noqa: E402
+from retention.bench import Pair  # noqa: E402
 from retention.during import METHODS as DURING  # noqa: E402
-from retention.during import l2_sp  # noqa: E402
 from retention.method import During  # noqa: E402
 
-SMALL = bench.Pair("german", ("reviews",), steps=40, rate=2e-2, moments=(20, 40))
+SMALL = Pair("german", ("reviews",), steps=40, rate=2e-2, moments=(20, 40))
 
 
 def adapted() -> Any:
@@ -48,7 +47,7 @@ def deltas(model: Any) -> dict[str, torch.Tensor]:
         name: module.get_delta_weight(module.active_adapters[0])
         + module.get_base_layer().weight
         - before[name.removeprefix("base_model.model.")].weight
-        for name, module in layers(model)
+        for name, module in update.adapted_layers(model).items()
     }
 
 
@@ -74,43 +73,85 @@ def test_the_bootstrap_has_the_error_of_rows_and_of_seeds() -> None:
     assert seeds.mean == 1 and seeds.error == pytest.approx(np.sqrt(2 / 3 / 3), rel=0.05)
 
 
+class Adapters:
+    """What methods need of a bench, for a model with adapters."""
+
+    pair = SMALL
+    updates, displaced = language.LanguageBench.updates, language.LanguageBench.displaced
+
+
 @pytest.mark.parametrize("name", ["scaling", "LiNeS", "TIES", "intruder reduction"])
-def test_the_trained_adapter_is_there_again_after_every_point(name: str) -> None:
-    model = adapted()
-    before, seen = deltas(model), []
-    for at in AFTER[name].points(None, model):  # type: ignore[arg-type]
-        now = deltas(model)
-        seen.append(at)
-        assert any(not torch.allclose(now[key], tensor) for key, tensor in before.items()), at
-        if name == "scaling":
-            assert all(torch.allclose(now[key], at["scale"] * tensor) for key, tensor in before.items())
-        if name == "LiNeS":
-            first, last = (f"base_model.model.model.layers.{i}.mlp.up_proj" for i in (0, 1))
-            assert torch.allclose(now[first], at["first"] * before[first]) and torch.equal(now[last], before[last])
+def test_the_trained_adapter_is_there_again_after_a_path(name: str) -> None:
+    model, method = adapted(), AFTER[name]
+    before = deltas(model)
+    with method.path(Adapters(), model) as go:  # type: ignore[arg-type]
+        for setting in (*method.settings, method.settings[0]):  # to any point, in any order
+            go(setting)
+            now = deltas(model)
+            assert any(not torch.allclose(now[key], tensor) for key, tensor in before.items()), setting
+            if name == "scaling":
+                assert all(torch.allclose(now[key], setting * tensor, atol=1e-7) for key, tensor in before.items())
+            if name == "LiNeS":
+                first, last = (f"base_model.model.model.layers.{i}.mlp.up_proj" for i in (0, 1))
+                assert torch.allclose(now[first], setting * before[first], atol=1e-7)
+                assert torch.equal(now[last], before[last])
     after = deltas(model)
-    assert len(seen) > 3 and all(torch.equal(after[key], tensor) for key, tensor in before.items())
+    assert len(method.settings) > 3 and all(torch.equal(after[key], tensor) for key, tensor in before.items())
     assert model.active_adapters == ["default"]
 
 
+def test_updates_of_weights_are_changed_as_those_of_adapters() -> None:
+    model, before = adapted().merge_and_unload(), dict(llama().named_parameters())
+    found = {layer.name: layer for layer in update.weight_updates(model.requires_grad_(True), before)}
+    expected = deltas(adapted())
+    moved = {name for name, layer in found.items() if layer.update.any()}
+    assert moved == {f"{name.removeprefix('base_model.model.')}.weight" for name in expected}
+    key = "model.layers.0.mlp.up_proj.weight"
+    trained = found[key].weight.detach().clone()
+    with update.changing(list(found.values())) as change:
+        change(lambda layer: 0.25 * layer.update)
+        expected_weight = before[key] + 0.25 * expected[f"base_model.model.{key.removesuffix('.weight')}"]
+        assert torch.allclose(found[key].weight, expected_weight, atol=1e-7)
+    assert torch.equal(found[key].weight, trained)
+
+
 def test_lines_grows_with_the_depth() -> None:
-    assert [factor(f"model.layers.{i}.x", 0.4, 4) for i in range(4)] == pytest.approx([0.4, 0.6, 0.8, 1.0])
+    assert [factor(i, 0.4, 3) for i in range(4)] == pytest.approx([0.4, 0.6, 0.8, 1.0])
+    assert update.depths(["a.layers.3.x", "a.layer.12.y.z"]) == {"a.layers.3.x": 3, "a.layer.12.y.z": 12}
+    assert update.depths(["a", "b"]) == {"a": 0, "b": 1}
 
 
 def test_ties_keeps_the_largest_entries_of_an_update() -> None:
     model = adapted()
     before = deltas(model)
-    path = iter(ties.points(None, model))  # type: ignore[arg-type]
-    next(path)
-    for key, tensor in deltas(model).items():
-        whole = before[key]
-        kept = whole * (whole.abs() >= whole.abs().flatten().topk(int(ties.DENSITY * whole.numel())).values[-1])
-        assert torch.allclose(tensor, kept, atol=1e-6) and 0 < int((kept != 0).sum()) <= 0.2 * kept.numel(), key
+    with AFTER["TIES"].path(Adapters(), model) as go:  # type: ignore[arg-type]
+        go(1.0)
+        for key, tensor in deltas(model).items():
+            whole = before[key]
+            kept = whole * (whole.abs() >= whole.abs().flatten().topk(int(ties.DENSITY * whole.numel())).values[-1])
+            assert torch.allclose(tensor, kept, atol=1e-6) and 0 < int((kept != 0).sum()) <= 0.2 * kept.numel(), key
 
 
 def test_the_distance_of_adapters_is_that_of_weights() -> None:
     model = adapted()
     expected = sum(tensor.square().sum().item() for tensor in deltas(model).values())
-    assert l2_sp.displaced(model).item() == pytest.approx(expected, rel=1e-5)
+    assert Adapters().displaced(model).item() == pytest.approx(expected, rel=1e-5)  # type: ignore[misc]
+
+
+def test_the_setting_that_loses_the_least_at_equal_new_loss_is_chosen() -> None:
+    def record(trained: str, value: float, *curve: tuple[float, float]) -> dict[str, Any]:
+        found = {"pair": "development", "seed": 10, "trained": trained, "method": "", "value": value, "before": {}}
+        return found | {"curve": [{"new": new, "lost": [lost]} for new, lost in curve]}
+
+    records = [
+        record("plain", 0.0, (2.0, 1.0)),
+        record("L2-SP", 0.001, (2.0, 0.9)),
+        record("L2-SP", 0.01, (2.05, 0.7), (2.04, 0.5)),
+        record("L2-SP", 0.1, (2.3, 0.1)),  # has not learned enough
+        record("distillation", 0.3, (2.4, 0.3)),
+        record("distillation", 1.0, (2.3, 0.4)),
+    ]
+    assert report.best(report.Results(records, "development")) == {"L2-SP": 0.01, "distillation": 1.0}
 
 
 def test_methods_are_compared_at_the_new_loss_of_plain_training() -> None:
@@ -128,10 +169,10 @@ def test_methods_are_compared_at_the_new_loss_of_plain_training() -> None:
             ("plain", "repair", (2.1, 0.1 + seed)),
         )
     ]
-    results = report.Results(records, "german")
-    assert results.lost(("plain", "scaling"), 0, 1.05) == pytest.approx([0.5, 0.7])
-    assert results.lost(("plain", "scaling"), 0, 1.02) == pytest.approx([0.74, 0.94])  # 0.4 of the way
-    difference = results.against(("plain", "repair"), ("plain", "scaling"), 1.05)
+    results, scaling = report.Results(records, "german"), report.Row("plain", "scaling")
+    assert results.lost(scaling, 0, 1.05) == pytest.approx([0.5, 0.7])
+    assert results.lost(scaling, 0, 1.02) == pytest.approx([0.74, 0.94])  # 0.4 of the way
+    difference = results.against(report.Row("plain", "repair"), scaling, 1.05)
     assert difference is not None and difference.mean == pytest.approx(-0.4) and difference.error < 1e-9
     lines = {
         line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in report.table(results, "drift").splitlines()
@@ -220,11 +261,11 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Namespace:
 def test_a_suite_resumes_and_its_curves_begin_at_the_trained_model(
     options: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    suite = runs.Suite({"small": SMALL}, drift.DriftBench, "drift")
+    suite = runs.Suite({"small": SMALL}, drift.DriftBench, "drift", "language")
     for module, name, value in (
-        (bench, "NEW_BLOCKS", 200), (drift, "NEW_BLOCKS", 200), (bench, "HELD_OUT", 6), (drift, "OTHER_ROWS", 6),
-        (drift, "TEST_ROWS", 8), (drift, "PROBE_ROWS", 8), (drift, "MEMORY_TOKENS", 1300),
-        (runs, "chosen", lambda method: 1.0 if method.candidates else method.chosen or 0.0),
+        (language, "NEW_BLOCKS", 200), (drift, "NEW_BLOCKS", 200), (language, "HELD_OUT", 6), (drift, "OTHER_ROWS", 6),
+        (drift, "TEST_ROWS", 8), (drift, "PROBE_ROWS", 8), (drift, "MEMORY_TOKENS", 1300), (drift, "REHEARSED", 60),
+        (runs, "chosen", lambda method, _: 1.0 if method.candidates else method.fixed),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     short = Namespace(**vars(options) | {"methods": ["plain"]})
@@ -242,8 +283,10 @@ def test_a_suite_resumes_and_its_curves_begin_at_the_trained_model(
     repaired = [total["plain", ""][-1], *total["plain", "repair"]]
     assert (np.diff(repaired) < 0).all()
     (protected,) = records["plain", "protect"]["curve"]  # a point of the same path
-    after = int(np.searchsorted([0.0, *repair.STRENGTHS], protected["strength"]))
-    assert repaired[after - 1] > np.mean(protected["lost"]) > repaired[after]
+    new = [point["new"] for point in (plain[-1], *records["plain", "repair"]["curve"])]
+    after = int(np.searchsorted(new, protected["new"]))
+    assert (np.diff(new) > 0).all() and repaired[after - 1] > np.mean(protected["lost"]) > repaired[after]
+    assert sum("others" in point for point in records["plain", "repair"]["curve"]) == 1
     before = options.out.read_text()
     runs.run(suite, options)
     assert options.out.read_text() == before

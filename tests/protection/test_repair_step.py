@@ -116,7 +116,7 @@ def test_recorded_inputs_give_the_repair_that_the_data_without_targets_give() ->
     handle = twin.register_forward_pre_hook(lambda _, args: seen.append((args[0].clone(), None)))
     train(twin, optimizer, x, y, epochs=2)
     handle.remove()
-    by_hand = limpet.repair(twin, memory, Unsized(seen), examples=N, limit=N, budget=0.04, tolerance="auto")
+    by_hand = limpet.repair(twin, memory, Unsized(seen), examples=N, limit=N, budget="auto", tolerance="auto")
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     state, hooks = torch.get_rng_state(), dict(model._forward_pre_hooks)

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from peft.tuners.lora.intruders import reduce_intruder_dimension
 
-from retention.method import After, Bench
-
-LEFT = (0.75, 0.5, 0.25, 0.0)  # the share of an intruder dimension that is left; 0.75 is the default
+from retention.method import After, Bench, Go
 
 
-def points(_: Bench, model: Any) -> Iterator[dict[str, Any]]:
-    """From the default on, less and less of them."""
+@contextmanager
+def path(_: Bench, model: Any) -> Iterator[Go]:
+    """From peft's default on, less and less of them."""
     name = model.active_adapters[0]
-    for left in LEFT:
-        reduce_intruder_dimension(model, name, "reduced", mitigation_lambda=left, logging_sink=None)  # type: ignore[no-untyped-call]
-        try:
-            yield {"left": left}
-        finally:
-            model.set_adapter(name)
+
+    def restore() -> None:
+        model.set_adapter(name)
+        if "reduced" in model.peft_config:
             model.delete_adapter("reduced")
 
+    def go(left: float) -> None:
+        restore()
+        reduce_intruder_dimension(model, name, "reduced", mitigation_lambda=left, logging_sink=None)  # type: ignore[no-untyped-call]
 
-METHOD = After("intruder reduction", "nothing", points)
+    try:
+        yield go
+    finally:
+        restore()
+
+
+METHOD = After(
+    "intruder reduction",
+    "nothing",
+    path,
+    settings=(0.75, 0.5, 0.25, 0.0),  # the share of an intruder dimension that is left; the first is the default
+    adapters_only=True,
+)

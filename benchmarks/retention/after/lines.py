@@ -6,35 +6,35 @@ The last layer keeps its update, and the first gets the factor alpha.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
-from retention.after.adapters import depth, scaled
-from retention.method import After, Bench
-
-FIRST = (0.8, 0.6, 0.4, 0.2, 0.0)
+from retention.method import After, Bench, Go
+from retention.update import changing, depths
 
 
-def factor(name: str, first: float, layers: int) -> float:
+def factor(depth: int, first: float, last: int) -> float:
     """Return alpha + (1 - alpha) l / (L - 1), for the layer l of L.
 
     Args:
-        name: The name of a parameter.
+        depth: The depth of the layer, l.
         first: The factor of the first layer, alpha.
-        layers: The number of layers, L.
+        last: The depth of the last layer, L - 1.
 
     Returns:
         The factor.
     """
-    return first + (1 - first) * depth(name) / max(layers - 1, 1)
+    return first + (1 - first) * depth / max(last, 1)
 
 
-def points(_: Bench, model: Any) -> Iterator[dict[str, Any]]:
+@contextmanager
+def path(bench: Bench, model: Any) -> Iterator[Go]:
     """From the trained weights on, less and less of the first layers."""
-    layers = 1 + max(depth(name) for name, _ in model.named_parameters() if "lora_B" in name)
-    for first in FIRST:
-        with scaled(model, partial(factor, first=first, layers=layers)):
-            yield {"first": first}
+    layers = bench.updates(model)
+    depth = depths([layer.name for layer in layers])
+    last = max(depth.values())
+    with changing(layers) as change:
+        yield lambda first: change(lambda layer: factor(depth[layer.name], first, last) * layer.update)
 
 
-METHOD = After("LiNeS", "nothing", points)
+METHOD = After("LiNeS", "nothing", path, settings=(0.8, 0.6, 0.4, 0.2, 0.0))

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from limpet.methods.laplace import DRIFT
-from retention.method import After, Bench
-
-DEFAULT = {"budget": DRIFT, "tolerance": "auto"}
+from limpet.methods.repair_pass import DRIFT
+from retention.method import After, Bench, Go
 
 
-def points(bench: Bench, model: Any) -> Iterator[dict[str, Any]]:
+@contextmanager
+def path(bench: Bench, model: Any) -> Iterator[Go]:
     """Where it ends."""
-    path = bench.repaired(model, **DEFAULT)
+    found = bench.repaired(model, budget="auto", tolerance="auto")
+
+    def go(_: float) -> None:
+        """It is there already."""
+
     try:
-        yield {"strength": path.strength}
+        yield go
     finally:
-        path.undo()
+        found.undo()
 
 
-METHOD = After("protect", "own samples, once", points)
+METHOD = After("protect", "own samples, once", path, settings=(DRIFT,))  # the largest that it may be

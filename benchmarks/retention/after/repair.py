@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from retention.method import After, Bench
-
-STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+from retention.method import After, Bench, Go
 
 
-def points(bench: Bench, model: Any) -> Iterator[dict[str, Any]]:
+@contextmanager
+def path(bench: Bench, model: Any) -> Iterator[Go]:
     """From weak to strong."""
-    path = bench.repaired(model, strength=0.0)
+    found = bench.repaired(model, strength=0.0)
+
+    def go(strength: float) -> None:
+        found.at(strength)
+
     try:
-        for strength in STRENGTHS:
-            path.at(strength)
-            yield {"strength": strength}
+        yield go
     finally:
-        path.undo()
+        found.undo()
 
 
-METHOD = After("repair", "own samples, once", points, after=("plain", "self-rehearsal"))
+METHOD = After(
+    "repair", "own samples, once", path, settings=(0.03, 0.1, 0.3, 1.0, 3.0, 10.0), after=("plain", "self-rehearsal")
+)

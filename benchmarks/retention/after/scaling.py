@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from retention.after.adapters import scaled
-from retention.method import After, Bench
-
-SCALES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+from retention.method import After, Bench, Go
+from retention.update import changing
 
 
-def points(_: Bench, model: Any) -> Iterator[dict[str, Any]]:
+@contextmanager
+def path(bench: Bench, model: Any) -> Iterator[Go]:
     """From the trained weights towards those before."""
-    for scale in SCALES:
-        with scaled(model, lambda _: scale):  # noqa: B023
-            yield {"scale": scale}
+    with changing(bench.updates(model)) as change:
+        yield lambda scale: change(lambda layer: scale * layer.update)
 
 
-METHOD = After("scaling", "nothing", points, after=("plain", "self-rehearsal"))
+METHOD = After("scaling", "nothing", path, settings=(0.9, 0.8, 0.7, 0.6, 0.5, 0.4), after=("plain", "self-rehearsal"))

@@ -7,16 +7,15 @@ one update there are no signs to elect.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from retention.after.adapters import layers, scaled
-from retention.method import After, Bench
+from retention.method import After, Bench, Go
+from retention.update import changing
 
 DENSITY = 0.2  # the share of entries that is kept, as in the paper
-WEIGHTS = (1.0, 0.8, 0.6, 0.4)
 
 
 def trimmed(update: Tensor) -> Tensor:
@@ -25,21 +24,13 @@ def trimmed(update: Tensor) -> Tensor:
     return update * (update.abs() >= update.abs().flatten().topk(kept).values[-1])
 
 
-@torch.no_grad()
-def points(_: Bench, model: Any) -> Iterator[dict[str, Any]]:
-    """The trimmed update, at several weights, merged into the base."""
-    found = [layer for _, layer in layers(model)]
-    before = [layer.get_base_layer().weight.clone() for layer in found]
-    updates = [trimmed(layer.get_delta_weight(layer.active_adapters[0])) for layer in found]
-    try:
-        with scaled(model, lambda _: 0.0):
-            for weight in WEIGHTS:
-                for layer, base, update in zip(found, before, updates, strict=True):
-                    layer.get_base_layer().weight.copy_(base + weight * update)
-                yield {"weight": weight, "density": DENSITY}
-    finally:
-        for layer, base in zip(found, before, strict=True):
-            layer.get_base_layer().weight.copy_(base)
+@contextmanager
+def path(bench: Bench, model: Any) -> Iterator[Go]:
+    """The trimmed update, at several weights."""
+    layers = bench.updates(model)
+    kept = {layer.name: trimmed(layer.update) for layer in layers}
+    with changing(layers) as change:
+        yield lambda weight: change(lambda layer: weight * kept[layer.name])
 
 
-METHOD = After("TIES", "nothing", points)
+METHOD = After("TIES", "nothing", path, settings=(1.0, 0.8, 0.6, 0.4))

@@ -7,9 +7,9 @@ from typing import Any
 from retention.method import Bench, During, Extra
 
 
-def extra(bench: Bench, _: Any, value: float) -> Extra:
+def extra(bench: Bench, model: Any, value: float) -> Extra:
     """The divergence, times a weight."""
-    return lambda batch, outputs: value * bench.distilled(batch, outputs)
+    return lambda batch, outputs: value * bench.distilled(model, batch, outputs)
 
 
 METHOD = During("distillation", "nothing; the model before", candidates=(0.3, 1.0, 3.0), extra=extra)

@@ -12,7 +12,4 @@ def extra(bench: Bench, model: Any, value: float) -> Extra:
     return lambda *_: bench.old_loss(model, value)
 
 
-METHODS = tuple(
-    During(f"replay of {share:.0%}", "old data", chosen=share, extra=extra)  # nothing to choose
-    for share in (0.01, 0.05)
-)
+METHODS = tuple(During(f"replay of {share:.0%}", "old data", fixed=share, extra=extra) for share in (0.01, 0.05))

@@ -157,6 +157,28 @@ def measured_drift(
     return Drift(sums, counts)
 
 
+def information(probes: Sequence[Probe], likelihood: Likelihood) -> float:
+    """Compute the drift of a model that gives the same answer to every input of a probe.
+
+    It is an upper limit of what there is to retain: outputs that are nearly uniform, or alike for all inputs, drift
+    little even when a model forgets everything.
+
+    Args:
+        probes: Inputs with summaries of the outputs.
+        likelihood: The likelihood of the outputs.
+
+    Returns:
+        The mean over the examples of all probes, in nats; infinity if it is not known for one of them.
+    """
+    total, rows = 0.0, 0
+    for probe in probes:
+        found = likelihood.information(probe.summaries)
+        count = sum(len(next(iter(summary.values()))) for summary in probe.summaries)
+        total += math.inf if found is None else probe.scale * found * count
+        rows += count
+    return total / rows if rows else math.inf
+
+
 def _divergences(
     model: nn.Module, probe: Probe, likelihood: Likelihood, forward: Forward | None
 ) -> Iterator[tuple[Tensor, Tensor]]:

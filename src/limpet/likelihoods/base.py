@@ -247,6 +247,19 @@ class Likelihood(ABC):
         """
         raise UnsupportedError(f"the {self.name} likelihood does not define a divergence: implement `divergence`")
 
+    def information(self, summaries: Sequence[Mapping[str, Tensor]]) -> float | None:
+        """Compute how much outputs say about their inputs: the mean of KL(outputs || mean of the outputs).
+
+        It is the drift of a model that gives the same answer to every input, the best such one.
+
+        Args:
+            summaries: `summary` of the outputs, one per batch.
+
+        Returns:
+            The mean over examples, or over their positions, in nats; None if it is not known.
+        """
+        return None
+
     def describe(self) -> dict[str, Any]:
         """Return the name and the options as plain JSON values, for saving.
 

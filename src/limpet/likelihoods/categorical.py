@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -227,6 +227,17 @@ class Categorical(Likelihood):
         found = torch.where(weights > 0, weights * (before - now), torch.zeros_like(now)).sum(-1)
         counted = summary.get("counted")
         return found if counted is None else found.masked_fill(~counted.to(found.device), 0)
+
+    def information(self, summaries: Sequence[Mapping[str, Tensor]]) -> float | None:
+        """Compute H(mean of p) - mean of H(p), where all classes are stored."""
+        if any("labels" in summary for summary in summaries):
+            return None
+        rows = [
+            one["log_probabilities"].flatten(0, -2)[one["counted"].flatten() if "counted" in one else slice(None)]
+            for one in summaries
+        ]
+        p = torch.cat(rows).double().exp()
+        return float(torch.special.entr(p.mean(0)).sum() - torch.special.entr(p).sum(-1).mean())
 
     def mean(self, outputs: Outputs) -> Tensor:
         """Compute the class probabilities."""

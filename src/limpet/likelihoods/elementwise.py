@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -138,6 +138,12 @@ class Bernoulli(Elementwise):
         found = found + (-before).sigmoid() * (F.logsigmoid(-before) - F.logsigmoid(-now))
         return found.reshape(len(found), -1).sum(1)
 
+    def information(self, summaries: Sequence[Mapping[str, Tensor]]) -> float:
+        """Compute H(mean of p) - mean of H(p), summed over the outputs."""
+        p = torch.cat([summary["outputs"] for summary in summaries]).double().sigmoid()
+        both = torch.stack([p, 1 - p])
+        return float(torch.special.entr(both.mean(1)).sum() - torch.special.entr(both).sum() / len(p))
+
     def probit(self, mean: Tensor, variance: Tensor) -> Tensor:
         """Compute sigmoid(mean / sqrt(1 + pi / 8 variance)): MacKay (1992)."""
         return (mean / (1 + math.pi / 8 * variance).sqrt()).sigmoid()
@@ -239,6 +245,12 @@ class Gaussian(Elementwise):
         check_comparable(summary["outputs"].shape, now.shape)
         found = (now - summary["outputs"].to(now)).square() / (2 * self._assumed_variance)
         return found.reshape(len(found), -1).sum(1)
+
+    def information(self, summaries: Sequence[Mapping[str, Tensor]]) -> float:
+        """Compute the variance of the outputs over the examples, divided by twice that of the noise."""
+        outputs = torch.cat([summary["outputs"] for summary in summaries]).double()
+        spread = (outputs - outputs.mean(0)).square().sum() / len(outputs)
+        return float(spread) / (2 * self._assumed_variance)
 
     def probit(self, mean: Tensor, variance: Tensor) -> Tensor:
         """Return the mean, which does not depend on the variance."""

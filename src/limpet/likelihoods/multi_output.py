@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,17 +109,25 @@ class MultiOutput(Likelihood):
         found = [part.summary(o, t, generator) for part, o, t in self._each(outputs, targets)]
         return {f"{i}.{name}": tensor for i, one in enumerate(found) for name, tensor in one.items()}
 
+    @staticmethod
+    def _part_of(summary: Mapping[str, Tensor], i: int) -> dict[str, Tensor]:
+        prefix = f"{i}."
+        return {name.removeprefix(prefix): tensor for name, tensor in summary.items() if name.startswith(prefix)}
+
     def divergence(self, summary: Mapping[str, Tensor], outputs: Outputs) -> Tensor:
         """Compute KL(before || now) in nats, summed over the outputs of every example."""
         total = None
         for i, (part, output, _) in enumerate(self._each(outputs, None)):
-            prefix = f"{i}."
-            own = {name.removeprefix(prefix): t for name, t in summary.items() if name.startswith(prefix)}
-            found = part.divergence(own, output)
+            found = part.divergence(self._part_of(summary, i), output)
             found = found.reshape(len(found), -1).sum(1)
             total = found if total is None else total + found
         assert total is not None
         return total
+
+    def information(self, summaries: Sequence[Mapping[str, Tensor]]) -> float | None:
+        """Compute the sum of the parts, or None if that of one of them is not known."""
+        found = [part.information([self._part_of(one, i) for one in summaries]) for i, part in enumerate(self.parts)]
+        return None if None in found else sum(one for one in found if one is not None)
 
     def mean(self, outputs: Outputs) -> tuple[Tensor, ...]:
         """Compute the mean of every output."""

@@ -60,9 +60,6 @@ if TYPE_CHECKING:
 MOVED = 1e-4
 """Largest relative distance between weights and mean that rounding alone can explain."""
 
-DRIFT = 0.04
-"""Drift on the probe, in nats per example, that mode "repair" allows by default (decisions 24 and 25)."""
-
 REPAIRED_WITH = 10_000
 """Number of examples (or tokens) with which protection by repair measures the curvature of the new data."""
 
@@ -383,7 +380,7 @@ class Laplace(Memory):
         if budget is not None:
             chosen["budget"] = budget
         elif not {"strength", "tolerance", "budget"} & chosen.keys():
-            chosen |= {"tolerance": "auto", "budget": DRIFT if self.probes else None}
+            chosen |= {"tolerance": "auto", "budget": "auto" if self.probes else None}
         RepairOptions(**chosen)  # raises now, rather than after training
 
         def run(batches: Iterable[Any], forward: Forward | None) -> Repair:

@@ -294,9 +294,10 @@ class Memory(StoredMemory, Predictions):
                 "repair" it is the largest allowed drift, measured on the memory's probe.
             batches: The new data, for mode "repair". By default a sample of the inputs that the model is trained on is
                 recorded.
-            repair: Options of `limpet.repair` for mode "repair". Defaults to `{"budget": 0.04, "tolerance": "auto"}`:
-                repair until the drift on the probe, 1.64 standard errors included, is 0.04 nats per example, or as far
-                as the loss on a held-out part of the sample allows. Without a probe, as far as the loss allows.
+            repair: Options of `limpet.repair` for mode "repair". Defaults to `{"budget": "auto", "tolerance":
+                "auto"}`: repair until the drift on the probe, 1.64 standard errors included, is 0.04 nats per example
+                and a tenth of what its outputs say about their inputs, or as far as the loss on a held-out part of the
+                sample allows. Without a probe, as far as the loss allows.
 
         Returns:
             A context manager that adds hooks to the optimizer on entry and removes them on exit.

@@ -26,7 +26,7 @@ def repair(
     strength: float | None = None,
     scale: float = 1.0,
     tolerance: float | Literal["auto"] | None = None,
-    budget: float | None = None,
+    budget: float | Literal["auto"] | None = None,
     rank: int | None = None,
     refit: bool = True,
     examples: int | None = None,
@@ -59,9 +59,10 @@ def repair(
             increases by at most this many nats per example. "auto": 0.05, but at most a tenth of what the update has
             reduced that loss by.
         budget: Instead of `strength`: use the smallest strength at which the measured drift and 1.64 standard errors
-            (`Drift.upper`) are at most this many nats per example. Requires a memory with a probe. With a `tolerance`
-            as well, the drift is reduced to the budget or as far as the tolerance allows; "auto" is then 0.3, but at
-            most half of what was learned.
+            (`Drift.upper`) are at most this many nats per example. Requires a memory with a probe. "auto": 0.04, but
+            at most a tenth of the drift of a model that gives the same answer to every input of the probe. With a
+            `tolerance` as well, the drift is reduced to the budget or as far as the tolerance allows; a tolerance of
+            "auto" is then 0.3, but at most half of what was learned.
         rank: Truncate adapters to this rank if it is lower than their own.
         refit: Fit a new output layer again. Models that are sharded keep it as it was trained.
         examples: Number of examples in the new data, if `batches` contains only some of them.

@@ -15,7 +15,7 @@ from limpet.curvature import Fisher
 from limpet.distributed import ReplicatedBatches, current, together
 from limpet.errors import CurvatureError, LimpetError, finite_number, positive_whole
 from limpet.forgetting.displacement import displacements
-from limpet.forgetting.drift import Drift
+from limpet.forgetting.drift import Drift, information
 from limpet.forgetting.loss_probe import LossProbe
 from limpet.forgetting.output_layer import OutputLayer, new_output_layer
 from limpet.forgetting.repair import Measures, Repair, RepairMark, solve
@@ -40,6 +40,12 @@ MOST_HELD_OUT = 1000
 MOST_REFITTED = 1000
 """Maximum number of rows that a new output layer is fitted to."""
 
+DRIFT, LEAST_DRIFT = 0.04, 0.004
+"""Largest and smallest drift on the probe, in nats per example, that `budget="auto"` allows (decisions 24, 25, 32)."""
+
+DRIFT_SHARE = 0.1
+"""Share of what the probe's outputs say about their inputs that it allows to drift."""
+
 TOO_FEW = "tolerance= holds out part of the batches, but there is only one small batch: pass more data, or strength="
 
 
@@ -55,7 +61,7 @@ class RepairOptions:
     strength: float | None = None
     scale: float = 1.0
     tolerance: float | Literal["auto"] | None = None
-    budget: float | None = None
+    budget: float | Literal["auto"] | None = None
     rank: int | None = None
     refit: bool = True
     examples: int | None = None
@@ -69,8 +75,9 @@ class RepairOptions:
         if self.strength is not None and (self.tolerance is not None or self.budget is not None):
             raise LimpetError("tolerance= and budget= find the strength: pass either them or strength=")
         for name in ("strength", "scale", "tolerance", "budget"):
-            if getattr(self, name) is not None and not (name == "tolerance" and self.tolerance == "auto"):
-                finite_number(name, getattr(self, name))
+            value = getattr(self, name)
+            if value is not None and not (name in ("tolerance", "budget") and value == "auto"):
+                finite_number(name, value)
         if self.rank is not None:
             positive_whole("rank", self.rank)
 
@@ -121,7 +128,8 @@ def repaired(memory: Repairable, batches: Iterable[Any], options: RepairOptions)
             found = _solved(memory, batches, options)
             undo.callback(found.undo)
             if options.budget is not None:
-                found.within_budget(options.budget, options.scale, options.tolerance)
+                budget = default_budget(memory) if options.budget == "auto" else options.budget
+                found.within_budget(budget, options.scale, options.tolerance)
             elif options.tolerance is not None:
                 found.within_tolerance(options.tolerance, options.scale)
             else:
@@ -129,6 +137,22 @@ def repaired(memory: Repairable, batches: Iterable[Any], options: RepairOptions)
         undo.pop_all()  # it has succeeded, on all ranks
     memory.repair_mark = found.mark
     return found
+
+
+def default_budget(memory: Repairable) -> float:
+    """Return the budget that "auto" stands for.
+
+    Args:
+        memory: A memory with a probe.
+
+    Returns:
+        A tenth of the drift of a model that gives the same answer to every input, at least 0.004 and at most 0.04 nats.
+    """
+    found, ranks = information(memory.probes, memory.likelihood), current()
+    if ranks is not None:  # a rank has examples of its own, or none
+        known = [one for one in ranks.gather(found, "what a probe says") if math.isfinite(one)]
+        found = sum(known) / len(known) if known else math.inf
+    return min(DRIFT, max(LEAST_DRIFT, DRIFT_SHARE * found))
 
 
 def _solved(memory: Repairable, batches: Iterable[Any], options: RepairOptions) -> Repair:
