@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import common
-from retention import drift, report, runs, skill, vision
+from retention import drift, figure, report, runs, skill, vision
 from retention.after import METHODS as AFTER
 from retention.during import METHODS as DURING
 
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("retention"), help="where models and memories are kept")
     parser.add_argument("--out", type=Path, help="by default SUITE.jsonl in results/retention")
     parser.add_argument("--draw", action="store_true", help="measure nothing")
+    parser.add_argument("--figure", type=Path, help="draw the curves of all methods into this file")
     options = common.parse(parser)
     suite = SUITES[options.suite]
     unknown = [pair for pair in options.pairs if pair not in suite.pairs]
@@ -54,12 +55,17 @@ def main() -> None:
     options.out = options.out or common.RESULTS / "retention" / f"{options.suite}.jsonl"
     if not options.draw:
         runs.run(suite, options)
+    drawn = {}
     for pair in options.pairs:
         results = report.Results(common.read_records(options.out), pair)
+        if results.runs:
+            drawn[pair] = results
         told = report.table(results, suite.lost) if results.runs else f"{options.out} has no records of this pair"
         print(f"\n{pair}:\n\n{told}")
         if pair == runs.DEVELOPMENT:
             print(f"\nbest settings: {report.best(results)}")
+    if options.figure and drawn:
+        figure.draw(drawn, suite.lost, options.figure)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ NEW_IMAGES, TEST_IMAGES, MEASURED, PROBE = 4_800, 2_000, 1_000, 100
 BATCH, REPLAYED, MEAN, STD = 32, 4, 0.47, 0.25
 
 PAIRS = {
-    "development": Pair("fashion-mnist", steps=150, rate=1e-3, moments=(50, 75, 100, 125, 150)),
+    "development": Pair("fashion_mnist", steps=150, rate=1e-3, moments=(50, 75, 100, 125, 150)),
     "svhn": Pair("svhn", steps=150, rate=1e-3, moments=(50, 75, 100, 125, 150)),
     "svhn, high rate": Pair("svhn", steps=150, rate=1e-2, moments=(50, 75, 100, 125, 150)),
 }

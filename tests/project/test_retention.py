@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # as `python -m 
 
 from fine_tuning import LINEAR  # noqa: E402
 from language_models import llama  # noqa: E402
+from limpet.experiments.data import Examples  # noqa: E402
 from retention import __main__ as command  # noqa: E402
-from retention import compare, drift, language, report, runs, skill, update  # noqa: E402
+from retention import compare, drift, language, report, runs, skill, update, vision  # noqa: E402
 from retention.after import METHODS as AFTER  # noqa: E402
 from retention.after import ties  # noqa: E402
 from retention.after.lines import factor  # noqa: E402
@@ -310,3 +312,47 @@ def test_a_convention_is_taught_decoded_and_compared_exactly(monkeypatch: pytest
     assert len(pairs[1][0]) > len(sentence)  # so that one of a batch is padded
     asked = [pairs[0], pairs[1], (sentence, answer.replace("zk", "zz")), pairs[0]]
     assert skill.wrong(taught, tokenizer, asked, size=2) == [0, 1, 1, 0]
+
+
+@pytest.mark.slow
+def test_a_network_learns_other_images_with_its_batch_norm_frozen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def images(name: str, split: str) -> Examples:
+        """Ten classes, each with its own color; Fashion-MNIST has one channel and fewer pixels."""
+        generator = torch.Generator().manual_seed(len(name) + len(split))
+        labels = torch.randint(0, 10, (400,), generator=generator)
+        channels, size = (1, 28) if name == "fashion_mnist" else (3, 32)
+        colors = torch.randint(0, 256, (10, channels, 1, 1), generator=torch.Generator().manual_seed(len(name)))
+        noise = torch.randint(-20, 21, (400, channels, size, size), generator=generator)
+        return Examples((colors[labels] + noise).clamp(0, 255).to(torch.uint8), labels)
+
+    for name, value in {
+        "images": images, "OLD_IMAGES": 320, "OLD_EPOCHS": 4, "NEW_IMAGES": 320, "TEST_IMAGES": 200,
+        "MEASURED": 48, "PROBE": 32,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(vision, name, value)
+    pair = Pair("fashion_mnist", steps=30, rate=3e-3, moments=(15, 30))
+    bench = vision.VisionBench(Namespace(work=tmp_path), "small", pair, 0)
+    model = bench.fresh(DURING["plain"], 0.0)
+    batch = bench.batch(torch.Generator().manual_seed(0))
+    assert batch["pixel_values"].shape == (32, 3, 32, 32)
+    model.eval()
+    assert bench.displaced(model) == 0 and bench.distilled(model, batch, torch.empty(0)).abs() < 1e-6
+    before = bench.lost(model)
+    assert np.mean(before) < 0.3 and not torch.equal(model.classifier.weight, bench.teacher.classifier.weight)
+
+    record = bench.train(DURING["plain"], 0.0)
+    trained = bench.trained("plain")
+    norms = {name: tensor for name, tensor in trained.state_dict().items() if "norm" in name or "features.1." in name}
+    assert norms and all(torch.equal(tensor, bench.teacher.state_dict()[name]) for name, tensor in norms.items())
+    assert record["before"]["lost"] == before and record["curve"][-1]["new"] < 0.8 * record["before"]["new"]
+    updates = bench.updates(trained)
+    moved = sum(float(layer.update.square().sum()) for layer in updates)
+    assert bench.displaced(trained).item() == pytest.approx(moved, rel=1e-5) and moved > 0.01
+    assert not any("classifier" in layer.name or "norm" in layer.name for layer in updates)
+    with AFTER["scaling"].path(bench, trained) as go:
+        go(0.0)
+        assert bench.lost(trained) == before
+    repaired = bench.move(replace(AFTER["repair"], settings=(1.0,)), "plain", record["curve"][-1]["new"])["curve"]
+    assert np.mean(repaired[-1]["lost"]) < np.mean(record["curve"][-1]["lost"]) - 0.1
