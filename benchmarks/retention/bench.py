@@ -118,8 +118,8 @@ class Bench(ABC):
         """The squared distance of the weights from where they were, as a function of what trains."""
 
     @abstractmethod
-    def consolidate(self, structure: str) -> limpet.Memory:
-        """Make a memory of the model before, with strength 1."""
+    def consolidate(self, **settings: Any) -> limpet.Memory:
+        """Make a memory of the model before, with other settings than the suite's."""
 
     @abstractmethod
     def save(self, model: Any, name: str) -> None:
@@ -140,17 +140,21 @@ class Bench(ABC):
         """Where what a method has trained is stored."""
         return self.work / f"{self.name} {self.seed} {name}"
 
-    def memory(self, model: Any, structure: str = "kronecker", strength: float | None = None) -> Any:
+    def memory(self, model: Any) -> Any:
         """A memory of the model before, made once."""
-        path = Path(f"{self.memories}-{structure}.safetensors")
+        return self._stored_memory("kronecker", model)
+
+    def diagonal_memory(self, model: Any, strength: float) -> Any:
+        """A memory with the diagonal Fisher alone, made once for every strength."""
+        return self._stored_memory(f"diagonal-{strength:g}", model, structure="diagonal", strength=strength)
+
+    def _stored_memory(self, name: str, model: Any, **settings: Any) -> Any:
+        path = Path(f"{self.memories}-{name}.safetensors")
         if not path.exists():
             begin = time.perf_counter()
-            self.consolidate(structure).save(path)
+            self.consolidate(**settings).save(path)
             print(f"{path}: {time.perf_counter() - begin:.0f} s, {path.stat().st_size / 1e6:.0f} MB", flush=True)
-        found: Any = limpet.load(path, model)
-        if strength is not None:
-            found.strength = strength
-        return found
+        return limpet.load(path, model)
 
     def repaired(self, model: Any, **options: Any) -> Repair:
         """The model after a repair with the inputs that `memory.protect` would have recorded."""

@@ -93,11 +93,11 @@ class LanguageBench(Bench):
                 total = total + layer.scaling[name] ** 2 * ((b.T @ b) * (a @ a.T)).sum()
         return total
 
-    def consolidate(self, structure: str) -> limpet.Memory:
+    def consolidate(self, **settings: Any) -> limpet.Memory:
         model = fresh(self.source)
         model.get_input_embeddings().requires_grad_(False)
         rows, probe = (torch.split(some, BATCH) for some in self.remembered())
-        return consolidate_lm(model, rows, probe=probe, structure=structure, strength=1.0)
+        return consolidate_lm(model, rows, probe=probe, **{"strength": 1.0, **settings})
 
     def save(self, model: Any, name: str) -> None:
         model.save_pretrained(self.path(name))

@@ -40,8 +40,11 @@ class Bench(Protocol):
     def displaced(self, model: Any) -> Tensor:
         """The squared distance of the weights from where they were, as a function of what trains."""
 
-    def memory(self, model: Any, structure: str = "kronecker", strength: float | None = None) -> Any:
+    def memory(self, model: Any) -> Any:
         """A memory of the model before, for this model."""
+
+    def diagonal_memory(self, model: Any, strength: float) -> Any:
+        """A memory with the diagonal Fisher alone."""
 
     def repaired(self, model: Any, **options: Any) -> Repair:
         """`limpet.repair` with that memory and the inputs that `memory.protect` records."""

@@ -27,9 +27,9 @@ NEW_IMAGES, TEST_IMAGES, MEASURED, PROBE = 4_800, 2_000, 1_000, 100
 BATCH, REPLAYED, MEAN, STD = 32, 4, 0.47, 0.25
 
 PAIRS = {
-    "development": Pair("fashion_mnist", steps=150, rate=1e-3, moments=(50, 75, 100, 125, 150)),
-    "svhn": Pair("svhn", steps=150, rate=1e-3, moments=(50, 75, 100, 125, 150)),
-    "svhn, high rate": Pair("svhn", steps=150, rate=1e-2, moments=(50, 75, 100, 125, 150)),
+    "development": Pair("fashion_mnist", steps=300, rate=1e-3, moments=(100, 150, 200, 250, 300)),
+    "svhn": Pair("svhn", steps=300, rate=1e-3, moments=(100, 150, 200, 250, 300)),
+    "svhn, high rate": Pair("svhn", steps=300, rate=1e-2, moments=(100, 150, 200, 250, 300)),
 }
 
 Batch = dict[str, Tensor]
@@ -187,14 +187,12 @@ class VisionBench(Bench):
     def memories(self) -> Any:
         return self.work / f"memory {self.seed}"
 
-    def consolidate(self, structure: str) -> limpet.Memory:
-        """With the lines of the README; a diagonal one gets its strength when it is used."""
+    def consolidate(self, **settings: Any) -> limpet.Memory:
+        """With the lines of the README."""
         model = copy.deepcopy(self.teacher).requires_grad_(True)
         freeze_norm(model)
-        strength: Any = "auto" if structure == "kronecker" else 1.0
-        memory = limpet.OnlineLaplace(
-            model, strength=strength, structure=structure, prior_mean="initial", exclude=["classifier"]
-        )
+        chosen = {"strength": "auto", "prior_mean": "initial", "exclude": ["classifier"], **settings}
+        memory = limpet.OnlineLaplace(model, **chosen)
         memory.consolidate(self.old, limit=MEASURED, examples=OLD_IMAGES, probe=PROBE, progress=False)
         return memory
 

@@ -36,6 +36,7 @@ def test_what_the_page_says_about_sizes_and_drift() -> None:
         assert found[small][strength][0] == pytest.approx(found["rank 256"][strength][0], abs=0.02)
     assert sizes["rank 8"] < 0.05
     assert [round(found["rank 8"][strength][0], 2) for strength in ranks.COMPARED] == [1.11, 1.25]
+    assert all(found["rank 512"][strength][0] < 1 for strength in ranks.COMPARED)
     by_energy = found[ranks.FORMER[1]]  # decision 26
     assert [round(by_energy[strength][0], 1) for strength in ranks.COMPARED] == [1.7, 2.0]
 

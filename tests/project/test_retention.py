@@ -354,5 +354,7 @@ def test_a_network_learns_other_images_with_its_batch_norm_frozen(
     with AFTER["scaling"].path(bench, trained) as go:
         go(0.0)
         assert bench.lost(trained) == before
+    one, ten, hundred = (bench.diagonal_memory(trained, strength).penalty().item() for strength in (1.0, 10.0, 100.0))
+    assert hundred - ten == pytest.approx(10 * (ten - one), rel=1e-4) and hundred > ten > one
     repaired = bench.move(replace(AFTER["repair"], settings=(1.0,)), "plain", record["curve"][-1]["new"])["curve"]
     assert np.mean(repaired[-1]["lost"]) < np.mean(record["curve"][-1]["lost"]) - 0.1

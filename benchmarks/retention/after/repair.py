@@ -24,5 +24,9 @@ def path(bench: Bench, model: Any) -> Iterator[Go]:
 
 
 METHOD = After(
-    "repair", "own samples, once", path, settings=(0.03, 0.1, 0.3, 1.0, 3.0, 10.0), after=("plain", "self-rehearsal")
+    "repair",
+    "old data or own samples, once",
+    path,
+    settings=(0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
+    after=("plain", "self-rehearsal"),
 )

@@ -10,9 +10,9 @@ from retention.method import Bench, During
 
 def protect(bench: Bench, model: Any, optimizer: Any, value: float) -> AbstractContextManager[Any]:
     """Training with the penalty, whose Fisher is that of the model's own samples."""
-    memory = bench.memory(model, structure="diagonal", strength=value)
+    memory = bench.diagonal_memory(model, value)
     context: AbstractContextManager[Any] = memory.protect(optimizer, examples=bench.examples, mode="gradient")
     return context
 
 
-METHOD = During("diagonal EWC", "own samples, once", candidates=(1.0, 10.0, 100.0), protect=protect)
+METHOD = During("diagonal EWC", "old data or own samples, once", candidates=(1.0, 10.0, 100.0, 1000.0), protect=protect)
