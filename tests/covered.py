@@ -10,11 +10,11 @@ import sys
 import coverage
 
 CONFIG = "RANK_COVERAGE"
-"""The environment variable with what coverage would find in COVERAGE_PROCESS_CONFIG, where every process measures."""
+"""The environment variable with the configuration that the first rank measures its coverage by; see .ci/run."""
 
 if __name__ == "__main__":
     if CONFIG in os.environ and os.environ.get("RANK", "0") == "0":
-        os.environ["COVERAGE_PROCESS_CONFIG"] = os.environ[CONFIG]
+        os.environ["COVERAGE_PROCESS_START"] = os.environ[CONFIG]
         coverage.process_startup()
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")

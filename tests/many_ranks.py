@@ -44,6 +44,7 @@ import sharded_adapters
 from limpet.curvature import FisherPass
 from limpet.curvature.checkpoint import Checkpoint
 from limpet.errors import RankError
+from limpet.methods.repair_pass import probe_information
 from live_bytes import LiveBytes
 
 NETWORKS = ["linear", "conv2d", "transformer", "attention", "embedding", "batch norm 1d", "direct parameter"]
@@ -139,6 +140,7 @@ def train(folder: Path, rank: int, size: int, *, sharded: bool = False) -> None:
             assert protection.repair.refitted == ("4" if new_head else None)
             tensors["new loss"] = torch.tensor(loss, dtype=torch.float64)
         tensors["forecast"] = torch.tensor(memory.forecast().quadratic, dtype=torch.float64)
+        tensors["information"] = torch.tensor(probe_information(memory), dtype=torch.float64)
         if sharded or size == 1:  # of all examples, in another order; every replica has a probe of its own
             tensors["drift"] = torch.tensor(float(memory.drift()), dtype=torch.float64)
         if rank == 0:

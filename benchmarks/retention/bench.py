@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,7 +175,9 @@ class Bench(ABC):
         recorder, curve, paused = InputRecorder(model), [], 0.0
         found = {"before": self.measured(model) | {"others": self.others(model)}} if plain else {}
         begin = time.perf_counter()
-        with method.protect(self, model, optimizer, value), _recording(recorder, wanted=plain):
+        if plain:
+            recorder.start()
+        with method.protect(self, model, optimizer, value):
             for step in range(1, pair.steps + 1):
                 self.set_mode(model)
                 batch = self.batch(generator)
@@ -191,6 +191,7 @@ class Bench(ABC):
                     curve.append({"step": step, **self.measured(model)})
                     print(f"{method.name} {value}: {_short(curve[-1])}", flush=True)
                     paused += time.perf_counter() - start
+        recorder.stop()
         seconds = time.perf_counter() - begin - paused
         curve[-1]["others"] = self.others(model)
         if method.wrapped is None:
@@ -237,14 +238,6 @@ class Bench(ABC):
         """The loss on the new data, and what is lost."""
         model.eval()
         return {"new": round(self.new_loss(model), 5), "lost": [round(one, 5) for one in self.lost(model)]}
-
-
-@contextmanager
-def _recording(recorder: InputRecorder, *, wanted: bool) -> Iterator[None]:
-    if wanted:
-        recorder.start()
-    yield
-    recorder.stop()
 
 
 def _short(point: dict[str, Any]) -> dict[str, Any]:

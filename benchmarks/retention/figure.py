@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from retention.compare import RATIOS
 from retention.report import PLAIN, Results, Row
 
 COLORS = {
@@ -22,7 +21,8 @@ COLORS = {
     "L2-SP": "#c98bb0",
     "diagonal EWC": "#9aa5b1",
 }
-RANGE = (0.97, 1.03 * RATIOS[-1])
+LABELS = {"drift": "drift, nats per token", "wrong": "share of wrong answers"}
+RANGE = (0.97, 1.3)
 
 
 def points(results: Results, row: Row) -> tuple[list[float], list[float]]:
@@ -51,7 +51,7 @@ def draw(results: dict[str, Results], lost: str, path: Path) -> None:
 
     Args:
         results: The results, by the name of the pair.
-        lost: What is lost, with its unit, for the axis.
+        lost: What is lost, a key of `LABELS`.
         path: The file to write.
     """
     import matplotlib
@@ -62,11 +62,12 @@ def draw(results: dict[str, Results], lost: str, path: Path) -> None:
     figure, axes = plt.subplots(1, len(results), figsize=(6.2 * len(results), 4.4), layout="constrained", squeeze=False)
     for axis, (name, found) in zip(axes[0], results.items(), strict=True):
         for row in found.runs:
-            if row.name in COLORS:
-                _curve(axis, row, *points(found, row))
+            new, lost_there = points(found, row)
+            if row.name in COLORS and new[-1 if row.name == "protect" else 0] <= RANGE[1]:
+                _curve(axis, row, new, lost_there)
         before = np.mean([np.mean(found.runs[PLAIN][seed]["before"]["lost"]) for seed in found.seeds(PLAIN)])
-        axis.axhline(before, color="#cccccc", linewidth=1, zorder=0)
-        axis.set(xlim=RANGE, title=name, xlabel="loss on the new data / that of plain training", ylabel=lost)
+        axis.axhline(before, color="#cccccc", linewidth=1, zorder=0, label="before")
+        axis.set(xlim=RANGE, title=name, xlabel="loss on the new data / that of plain training", ylabel=LABELS[lost])
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=130)

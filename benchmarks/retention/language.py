@@ -18,7 +18,7 @@ from fine_tuning import BATCH, HELD_OUT, NEW_BLOCKS, adamw, adapted, blocks, fre
 from limpet.integrations.causal_lm import consolidate_lm
 from retention.bench import Bench, Pair
 from retention.method import During
-from retention.update import Layer, adapted_layers, adapter_updates, weight_updates
+from retention.update import Layer, adapted_layers, adapter_updates, squared_distance, weight_updates
 
 
 class LanguageBench(Bench):
@@ -83,9 +83,7 @@ class LanguageBench(Bench):
     def displaced(self, model: Any) -> Tensor:
         """Of an adapter it is s^2 |B A|^2 = s^2 <B'B, A A'>."""
         if self.pair.full:
-            before = dict(self.teacher.named_parameters())
-            moved = [(p - before[name]).square().sum() for name, p in model.named_parameters() if p.requires_grad]
-            return torch.stack(moved).sum()
+            return squared_distance(model, dict(self.teacher.named_parameters()))
         total = torch.zeros(())
         for layer in adapted_layers(model).values():
             for name in layer.active_adapters:

@@ -56,6 +56,12 @@ def weight_updates(model: Any, before: Mapping[str, Tensor]) -> list[Layer]:
     ]
 
 
+def squared_distance(model: Any, before: Mapping[str, Tensor]) -> Tensor:
+    """The squared distance of what trains from where it was, for the parameters that were there before."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name in before}
+    return torch.stack([(p - before[name]).square().sum() for name, p in trained.items()]).sum()
+
+
 @contextmanager
 def changing(layers: Sequence[Layer]) -> Iterator[Callable[[Rule], None]]:
     """Within the block, `change(rule)` replaces the updates; when it ends, they are as they were.

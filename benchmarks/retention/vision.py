@@ -20,7 +20,7 @@ import limpet
 from limpet.experiments.data import images
 from retention.bench import KEPT, Bench, Pair
 from retention.method import During
-from retention.update import Layer, weight_updates
+from retention.update import Layer, squared_distance, weight_updates
 
 OLD, OLD_IMAGES, OLD_EPOCHS, OLD_RATE = "cifar10", 20_000, 6, 3e-3
 NEW_IMAGES, TEST_IMAGES, MEASURED, PROBE = 4_800, 2_000, 1_000, 100
@@ -180,8 +180,7 @@ class VisionBench(Bench):
         return weight_updates(model, self.before)
 
     def displaced(self, model: Any) -> Tensor:
-        weights = dict(model.named_parameters())
-        return torch.stack([(weights[name] - value).square().sum() for name, value in self.before.items()]).sum()
+        return squared_distance(model, self.before)
 
     @property
     def memories(self) -> Any:

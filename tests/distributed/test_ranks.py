@@ -40,9 +40,8 @@ def torchrun(ranks: int, *words: str, restarts: int = 0, timeout: float = 400, f
     launcher += ["--max-restarts", str(restarts)]
     command = [sys.executable, *(launcher if ranks > 1 else []), covered.__file__, str(SCRIPT), *words]
     env = dict(os.environ)
-    config = env.pop("COVERAGE_PROCESS_CONFIG", None)
-    if config is not None and ranks <= 2:  # four ranks run the lines that two do
-        env[covered.CONFIG] = config
+    if ranks > 2:  # four ranks run the lines that two do
+        env.pop(covered.CONFIG, None)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
     try:
         told, _ = process.communicate(timeout=timeout)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import limpet
 from limpet.errors import LimpetError, LimpetWarning, MemoryFileError, UnsupportedError
-from limpet.forgetting.drift import Drift, exact_drift
+from limpet.forgetting.drift import Drift, exact_drift, information
 from limpet.forgetting.probe import Probe
 from limpet.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, MultiOutput
 from limpet.methods.repair_pass import default_budget
@@ -146,10 +146,10 @@ def test_the_default_budget_is_a_tenth_of_what_there_is_to_lose(factor: float, e
     memory = limpet.OnlineLaplace(model)
     memory.consolidate([(x, torch.zeros(50).long())], probe=50, progress=False)
     p = model(x).detach().softmax(1)
-    information = float(-(p.mean(0) * p.mean(0).log()).sum() + (p * p.log()).sum(1).mean())
+    tenth = 0.1 * float(-(p.mean(0) * p.mean(0).log()).sum() + (p * p.log()).sum(1).mean())
     found = default_budget(memory)
-    assert math.isclose(found, 0.1 * information if expected is None else expected, rel_tol=1e-9)
-    assert 0.004 < 0.1 * information < 0.04 or expected is not None
+    assert math.isclose(found, tenth if expected is None else expected, rel_tol=1e-9)
+    assert 0.004 < tenth < 0.04 or expected is not None
     moved(model, 3.0)
     limpet.repair(model, memory, [(inputs(100, seed=9), torch.randint(0, 3, (100,)))], budget="auto", progress=False)
     assert 0.8 * found < memory.drift().upper <= found
@@ -165,6 +165,8 @@ def test_a_noise_variance_that_is_estimated_scales_the_drift() -> None:
     moved(model)
     wanted = float((model(x).detach() - before).square().sum(1).mean()) / (2 * variance)
     assert math.isclose(memory.drift(), wanted, rel_tol=1e-9)
+    spread = float(before.var(0, correction=0).sum()) / (2 * variance)
+    assert math.isclose(information(memory.probes, memory.likelihood), spread, rel_tol=1e-9)
 
 
 def test_a_likelihood_that_has_none_says_so() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import limpet
 from language_models import VOCABULARY
-from limpet.errors import LimpetError, MemoryFileError
+from limpet.errors import LimpetError, MemoryFileError, UnsupportedError
 from limpet.forgetting.drift import measured_drift
 from limpet.methods.inspect import inspect
 from limpet.methods.quantized_base import SKETCHES, sketch_of
@@ -82,6 +82,33 @@ def test_values_are_what_the_library_dequantizes(kind: str) -> None:
     torch.testing.assert_close(found.values(), expected, rtol=1e-5, atol=1e-7)
     error = float((expected - plain.weight).detach().norm() / plain.weight.detach().norm())
     assert error == pytest.approx({"nf4": 0.09, "fp4": 0.13, "int8": 0.004, "torchao": 0.004}[kind], rel=0.3)
+
+
+def test_weights_are_not_repacked_for_inference() -> None:
+    """As bitsandbytes does in eval mode, on a CPU with AVX512-BF16."""
+    model = with_adapters(quantized_llama("nf4"), update=0.0)
+    layers = [layer for layer in model.modules() if is_quantized(layer)]
+    for layer in layers:
+        vars(layer)["support_avx512bf16_for_cpu"] = True
+    before = [layer.weight.data.clone() for layer in layers]
+    memory = limpet.OnlineLaplace(model, prior_mean="initial")
+    memory.consolidate(batches(2), probe=8, progress=False)
+    rehearsal = limpet.SelfRehearsal(model)
+    rehearsal.consolidate(tokens=30, length=8, progress=False)
+    model.eval()
+    assert memory.drift() == 0 and abs(rehearsal.drift()) < 1e-6
+    assert all(vars(layer)["support_avx512bf16_for_cpu"] for layer in layers)
+    assert all(torch.equal(layer.weight.data, data) for layer, data in zip(layers, before, strict=True))
+
+
+def test_weights_that_were_repacked_for_inference_have_no_gradients() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    model = with_adapters(quantized_llama("nf4"))
+    memory = limpet.OnlineLaplace(model, prior_mean="initial")
+    weight = next(layer for layer in model.modules() if is_quantized(layer)).weight
+    weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu(weight.data, weight.quant_state)
+    with pytest.raises(UnsupportedError, match="load the model again, and set `support_avx512bf16_for_cpu = False`"):
+        memory.consolidate(batches(2), progress=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -39,3 +39,15 @@ def test_a_head_that_is_fitted_again_is_what_the_repair_was_missing() -> None:
     assert all(abs(third[f"head as trained, {what}"] - kept) < 1 for what in ("Gaussian curvature", "all rows"))
     gains = [third[what] - kept for what in ("head as trained, curvature halfway", "tuned", "head fitted again")]
     assert [f"{gain:.2f}" for gain in gains] == ["5.00", "16.75", "13.75"]
+
+
+def test_a_tenth_of_what_there_is_to_lose_is_a_budget_that_retains_a_weak_task() -> None:
+    weak_task = benchmark("weak_task")
+    records = weak_task.common.read_records(weak_task.RESULTS)
+    page = (PAGE.parents[2] / "docs" / "decisions" / "0032-drift-and-information.md").read_text()
+    assert weak_task.table(records) in page, "python -m benchmarks weak_task --draw"
+    (known,) = {record["information"] for record in records}
+    (before,) = {record["before"] for record in records}
+    assert f"{known:.2f} nats on its probe" in page and f"{before:.1f} % of the reviews" in page
+    lost = {budget: max(before - r["old"] for r in records if r["budget"] == budget) for budget in weak_task.BUDGETS}
+    assert lost[0.01] < 2 < lost[0.005] < 4 < 9 < lost[0.04]  # a tenth is between the last two budgets

@@ -44,7 +44,6 @@ def test_an_encoder_keeps_its_first_task() -> None:
 
     plain = learned(copy.deepcopy(model), lambda *_, **__: nullcontext())
     held = learned(model, memory.protect)
-    print(before, plain, held)
     assert before > 68
     assert before - plain[0] > 12 and before - held[0] < 4
     assert held[1] > plain[1] - 6 > 85

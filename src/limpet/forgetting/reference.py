@@ -23,6 +23,7 @@ from limpet.likelihoods import Likelihood
 from limpet.model import Forward, call, preserve_state
 from limpet.model.adapter_switch import adapters_change_nothing, adapters_off, only_adapters_train
 from limpet.model.batch import without_padding
+from limpet.model.quantized import not_repacked
 
 REFERENCES = ("auto", "stored", "adapters", "copy")
 
@@ -61,7 +62,7 @@ class AdaptersOff:
         Returns:
             Outputs and targets.
         """
-        with adapters_off(self._model), torch.no_grad():
+        with adapters_off(self._model), not_repacked(self._model), torch.no_grad():
             return call(self._model, batch, forward)
 
 

@@ -18,6 +18,7 @@ from limpet.forgetting.displacement import displacements
 from limpet.forgetting.drift import Drift, information
 from limpet.forgetting.loss_probe import LossProbe
 from limpet.forgetting.output_layer import OutputLayer, new_output_layer
+from limpet.forgetting.probe import Probe
 from limpet.forgetting.repair import Measures, Repair, RepairMark, solve
 from limpet.likelihoods import Likelihood, resolve
 from limpet.methods.memory import NO_PROBE
@@ -29,7 +30,6 @@ from limpet.posterior.whole_parameters import whole_parameters
 
 if TYPE_CHECKING:
     from limpet.curvature.batch_step import StepOptions
-    from limpet.forgetting.probe import Probe
 
 HELD_OUT = 5
 """With `tolerance`, one batch in this many is held out."""
@@ -148,11 +148,28 @@ def default_budget(memory: Repairable) -> float:
     Returns:
         A tenth of the drift of a model that gives the same answer to every input, at least 0.004 and at most 0.04 nats.
     """
+    return min(DRIFT, max(LEAST_DRIFT, DRIFT_SHARE * probe_information(memory)))
+
+
+def probe_information(memory: Repairable) -> float:
+    """Compute what the outputs of the probes say about their inputs, over the examples of all ranks.
+
+    Args:
+        memory: A memory with a probe.
+
+    Returns:
+        The mean over examples, in nats; infinity if it is not known.
+    """
     found, ranks = information(memory.probes, memory.likelihood), current()
-    if ranks is not None:  # a rank has examples of its own, or none
-        known = [one for one in ranks.gather(found, "what a probe says") if math.isfinite(one)]
-        found = sum(known) / len(known) if known else math.inf
-    return min(DRIFT, max(LEAST_DRIFT, DRIFT_SHARE * found))
+    if ranks is None:
+        return found
+    own = [Probe([], probe.summaries, probe.scale) for probe in memory.probes] if math.isfinite(found) else []
+    told = [probes for probes in ranks.gather(own, "the outputs of probes") if probes]
+    pooled = [
+        Probe([], [summary for probe in same for summary in probe.summaries], same[0].scale)
+        for same in zip(*told, strict=True)
+    ]
+    return information(pooled, memory.likelihood)
 
 
 def _solved(memory: Repairable, batches: Iterable[Any], options: RepairOptions) -> Repair:

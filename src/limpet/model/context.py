@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from limpet.distributed import Layout, is_sharded, local, members, reshard
 from limpet.errors import UnsupportedError
-from limpet.model.quantized import differentiable_stand_ins
+from limpet.model.quantized import differentiable_stand_ins, not_repacked
 
 
 @contextmanager
 def preserve_state(model: nn.Module, batches: Any = None) -> Iterator[None]:
     """Run the body in eval mode, and restore modes, buffers and random states bit for bit, even after an exception.
 
-    The random states are those of the global generators, and of the generators that shuffle a loader.
+    Quantized weights are not repacked, which could not be undone. The random states are those of the global generators,
+    and of the generators that shuffle a loader.
 
     The `training` flags are set directly rather than with `model.eval()`: a custom `train` method may do more than set
     the flag (merge adapters, raise an error), which could not be undone.
@@ -38,7 +39,7 @@ def preserve_state(model: nn.Module, batches: Any = None) -> Iterator[None]:
         for module in model.modules()
         for name, buffer in module._buffers.items()
     ]
-    with random_state(batches):
+    with random_state(batches), not_repacked(model):
         try:
             for module, _ in modes:
                 module.training = False

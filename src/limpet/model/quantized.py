@@ -23,9 +23,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from limpet.distributed import is_sharded
+from limpet.errors import UnsupportedError
 
 CHUNK = 512
 """Unit vectors that a layer is given at a time."""
+
+REPACKS = "support_avx512bf16_for_cpu"
+"""The attribute of a layer of bitsandbytes that says whether it repacks its weight for inference."""
 
 _STAND_INS: WeakKeyDictionary[nn.Module, QuantizedWeight] = WeakKeyDictionary()
 
@@ -64,6 +68,26 @@ class QuantizedWeight(nn.Parameter):
 
 
 @contextmanager
+def not_repacked(model: nn.Module) -> Iterator[None]:
+    """Run the body without the repacking of quantized weights for inference.
+
+    On CPUs with AVX512-BF16, a 4-bit layer of bitsandbytes repacks its weight in its first forward pass in eval mode.
+    That rounds the scales to bfloat16, and the layer has no gradients any more.
+
+    Args:
+        model: The model.
+    """
+    layers = [vars(module) for module in model.modules() if vars(module).get(REPACKS)]
+    try:
+        for layer in layers:
+            layer[REPACKS] = False
+        yield
+    finally:
+        for layer in layers:
+            layer[REPACKS] = True
+
+
+@contextmanager
 def unchanged(layer: Any) -> Iterator[None]:
     """Restore what the forward pass of a quantized layer adapts to its input: compute dtype, and dtype of the bias.
 
@@ -74,7 +98,8 @@ def unchanged(layer: Any) -> Iterator[None]:
     bias = getattr(layer, "bias", None)
     data = None if bias is None else bias.data
     try:
-        yield
+        with not_repacked(layer):
+            yield
     finally:
         vars(layer).update(settings)
         if bias is not None:
@@ -142,11 +167,15 @@ def differentiable_stand_ins(parameters: Iterable[nn.Parameter]) -> Iterator[Non
 
     Args:
         parameters: Parameters, of which only those that stand for quantized weights are affected.
+
+    Raises:
+        UnsupportedError: If a weight was repacked for inference; see `not_repacked`.
     """
     handles = []
     try:
         for weight in parameters:
             layer = weight.layer() if isinstance(weight, QuantizedWeight) else None
+            _check_not_repacked(layer)
             if layer is not None and not any(isinstance(hook, _Added) for hook in layer._forward_hooks.values()):
                 # before all other hooks, which then see an output that requires gradients
                 handles.append(layer.register_forward_hook(_Added(weight), prepend=True, with_kwargs=True))
@@ -154,6 +183,16 @@ def differentiable_stand_ins(parameters: Iterable[nn.Parameter]) -> Iterator[Non
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _check_not_repacked(layer: Any) -> None:
+    state = getattr(getattr(layer, "weight", None), "quant_state", None)
+    if getattr(state, "packing_format_for_cpu", False):
+        raise UnsupportedError(
+            "bitsandbytes has repacked the 4-bit weights of this model for inference on this CPU, and such layers have "
+            f"no gradients: load the model again, and set `{REPACKS} = False` on its 4-bit layers before it runs in "
+            "eval mode"
+        )
 
 
 class _Added:
