@@ -155,7 +155,7 @@ def test_a_large_index_is_rejected(folder: Path, model: nn.Module, monkeypatch: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [damage.Folder, damage.Pass, damage.SmallFile])
+@pytest.mark.parametrize("kind", [damage.Folder, damage.Pass, damage.SmallFile, damage.OtherModel])
 def test_random_damage(kind: Any) -> None:
     outcomes = damage.damaged(kind, 2500, seed=1)
     assert sum(outcomes.values()) == 2500
