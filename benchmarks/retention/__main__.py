@@ -2,6 +2,7 @@
 
     python -m benchmarks retention drift --model M --text german=A.html reviews=B.csv ...   # all runs still missing
     python -m benchmarks retention skill --model M --text german=A.html
+    python -m benchmarks retention sequence --model MiniLM --text reviews=R.csv german=A.html french=B.html ...
     python -m benchmarks retention vision --pairs svhn
     python -m benchmarks retention drift --draw                                             # the tables
 
@@ -14,20 +15,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import common
-from retention import drift, figure, report, runs, skill, vision
+from retention import drift, figure, report, runs, sequence, skill, vision
 from retention.after import METHODS as AFTER
 from retention.during import METHODS as DURING
+
+GENERATIVE = ("self-rehearsal", "OSF", "intruder reduction")
+"""Methods for language models with adapters."""
 
 SUITES = {
     "drift": runs.Suite(drift.PAIRS, drift.DriftBench, "drift", "language"),
     "skill": runs.Suite(skill.PAIRS, skill.SkillBench, "wrong", "language"),
+    "sequence": runs.Suite(sequence.PAIRS, sequence.Sequence, "right", "sequence", without=GENERATIVE, paths=False),
     "vision": runs.Suite(
         vision.PAIRS,
         vision.VisionBench,
         "wrong",
         "vision",
         texts=False,
-        without=("self-rehearsal", "OSF", "intruder reduction"),
+        without=GENERATIVE,
     ),
 }
 
@@ -58,13 +63,14 @@ def main() -> None:
     drawn = {}
     for pair in options.pairs:
         results = report.Results(common.read_records(options.out), pair)
-        if results.runs:
-            drawn[pair] = results
-        told = report.table(results, suite.lost) if results.runs else f"{options.out} has no records of this pair"
-        print(f"\n{pair}:\n\n{told}")
+        if not results.runs:
+            print(f"\n{pair}:\n\n{options.out} has no records of this pair")
+            continue
+        drawn[pair] = results
+        print(f"\n{pair}:\n\n{report.table(results, suite.lost) if suite.paths else sequence.table(results)}")
         if pair == runs.DEVELOPMENT:
-            print(f"\nbest settings: {report.best(results)}")
-    if options.figure and drawn:
+            print(f"\nbest settings: {report.best(results) if suite.paths else sequence.best(results)}")
+    if options.figure and drawn and suite.paths:
         figure.draw(drawn, suite.lost, options.figure)
 
 

@@ -33,6 +33,18 @@ class Interval:
     high: float
 
 
+def encoded(values: Sequence[float]) -> str | list[float]:
+    """What was lost on every row, for a record: zeros and ones as a string, other numbers rounded."""
+    if all(value in (0, 1) for value in values):
+        return "".join(str(int(value)) for value in values)
+    return [round(value, 5) for value in values]
+
+
+def decoded(stored: Sequence[str] | Sequence[float]) -> Rows:
+    """The numbers of a record."""
+    return np.array([float(value) for value in stored])
+
+
 def at_loss(curve: Sequence[Point], loss: float) -> Rows | None:
     """Interpolate what is lost at a given loss on the new data.
 

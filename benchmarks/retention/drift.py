@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fine_tuning import BATCH, LENGTH, MEMORY_TOKENS, NEW_BLOCKS, loss, stored_samples
-from retention.bench import KEPT, Pair
 from retention.language import LanguageBench
+from retention.training import KEPT, Pair
 
 PROBE_ROWS, TEST_ROWS, OTHER_ROWS = 120, 60, 318
 REHEARSED = 293  # as many as `limpet.SelfRehearsal` draws

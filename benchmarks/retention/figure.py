@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from retention.compare import decoded
 from retention.report import PLAIN, Results, Row
 
 COLORS = {
@@ -42,7 +43,7 @@ def points(results: Results, row: Row) -> tuple[list[float], list[float]]:
         np.mean([curve[i]["new"] / results.plain(s) for curve, s in zip(curves, seeds, strict=True)])
         for i in range(some)
     ]
-    lost = [np.mean([np.mean(curve[i]["lost"]) for curve in curves]) for i in range(some)]
+    lost = [np.mean([decoded(curve[i]["lost"]).mean() for curve in curves]) for i in range(some)]
     return [float(value) for value in new], [float(value) for value in lost]
 
 
@@ -65,7 +66,7 @@ def draw(results: dict[str, Results], lost: str, path: Path) -> None:
             new, lost_there = points(found, row)
             if row.name in COLORS and new[-1 if row.name == "protect" else 0] <= RANGE[1]:
                 _curve(axis, row, new, lost_there)
-        before = np.mean([np.mean(found.runs[PLAIN][seed]["before"]["lost"]) for seed in found.seeds(PLAIN)])
+        before = np.mean([decoded(found.runs[PLAIN][seed]["before"]["lost"]).mean() for seed in found.seeds(PLAIN)])
         axis.axhline(before, color="#cccccc", linewidth=1, zorder=0, label="before")
         axis.set(xlim=RANGE, title=name, xlabel="loss on the new data / that of plain training", ylabel=LABELS[lost])
         axis.spines[["top", "right"]].set_visible(False)

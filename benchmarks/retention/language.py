@@ -16,8 +16,9 @@ import fine_tuning
 import limpet
 from fine_tuning import BATCH, HELD_OUT, NEW_BLOCKS, adamw, adapted, blocks, fresh, loss
 from limpet.integrations.causal_lm import consolidate_lm
-from retention.bench import Bench, Pair
+from retention.bench import Bench
 from retention.method import During
+from retention.training import Pair
 from retention.update import Layer, adapted_layers, adapter_updates, squared_distance, weight_updates
 
 

@@ -64,6 +64,7 @@ class During:
         protect: Makes the context that training runs in, from the bench, the model, the optimizer and the value.
         rate: Factor of the learning rate, for a value.
         wrapped: Makes the model that trains, if it is not that of plain training.
+        memory: It uses a memory of the model before.
     """
 
     name: str
@@ -75,6 +76,7 @@ class During:
     protect: Callable[[Bench, Any, Any, float], AbstractContextManager[Any]] = lambda *_: nullcontext()
     rate: Callable[[float], float] = lambda _: 1.0
     wrapped: Callable[[Any, float], Any] | None = None
+    memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,9 @@ class After:
         settings: From the one that changes the least on.
         after: The names of the methods whose models it is applied to.
         adapters_only: It needs a model with LoRA adapters.
+        memory: It uses a memory of the model before.
+        chosen: The setting that was chosen on the development pair of a suite without paths, by the name of its
+            settings.
     """
 
     name: str
@@ -97,3 +102,5 @@ class After:
     settings: tuple[float, ...]
     after: tuple[str, ...] = ("plain",)
     adapters_only: bool = False
+    memory: bool = False
+    chosen: Mapping[str, float] = field(default_factory=dict)

@@ -9,7 +9,7 @@ import numpy as np
 
 from repair_figures import markdown
 from retention.after import METHODS as AFTER
-from retention.compare import RATIOS, Interval, Point, at_loss, paired
+from retention.compare import RATIOS, Interval, Point, at_loss, decoded, paired
 from retention.during import METHODS as DURING
 from retention.runs import DEVELOPMENT
 
@@ -24,10 +24,10 @@ class Row(NamedTuple):
     @property
     def name(self) -> str:
         """Its name in tables and figures."""
-        trained = self.trained if self.value is None else f"{self.trained} {self.value:g}"
+        value = "" if self.value is None else f" {self.value:g}"
         if not self.method:
-            return "early stopping" if trained == "plain" else trained
-        return self.method if trained == "plain" else f"{trained}, then {self.method}"
+            return "early stopping" if self.trained == "plain" else f"{self.trained}{value}"
+        return f"{self.method}{value}" if self.trained == "plain" else f"{self.trained}, then {self.method}{value}"
 
 
 PLAIN, REFERENCE = Row("plain"), Row("plain", "scaling")
@@ -45,7 +45,7 @@ class Results:
         self.runs: dict[Row, dict[int, dict[str, Any]]] = {}
         for record in records:
             if record["pair"] == pair:
-                tried = pair == DEVELOPMENT and not record["method"] and DURING[record["trained"]].candidates
+                tried = pair == DEVELOPMENT and (record["method"] or DURING[record["trained"]].candidates)
                 row = Row(record["trained"], record["method"], record["value"] if tried else None)
                 self.runs.setdefault(row, {})[record["seed"]] = record
 
@@ -60,7 +60,7 @@ class Results:
 
     def lost(self, row: Row, seed: int, ratio: float) -> Any:
         """What is lost on every row of the test set where the new loss is this multiple of that of plain training."""
-        points = [Point(point["new"], np.array(point["lost"], dtype=float)) for point in self.curve(row, seed)]
+        points = [Point(point["new"], decoded(point["lost"])) for point in self.curve(row, seed)]
         return at_loss(points, ratio * self.plain(seed))
 
     def others(self, row: Row, seed: int, ratio: float) -> float | None:
@@ -110,6 +110,11 @@ def best(results: Results) -> dict[str, float]:
     return found
 
 
+def needs(row: Row) -> str:
+    """The data that a method needs beside the new ones."""
+    return AFTER[row.method].needs if row.method else DURING[row.trained].needs
+
+
 def table(results: Results, lost: str) -> str:
     """One row for each method: where it ends, what it loses at equal new loss, and what it takes.
 
@@ -135,9 +140,9 @@ def _row(results: Results, row: Row) -> list[str]:
     one = not row.method or len(AFTER[row.method].settings) == 1
     return [
         row.name,
-        AFTER[row.method].needs if row.method else DURING[row.trained].needs,
+        needs(row),
         f"{np.mean([end['new'] for end in ends]):.3f}" if one else "",
-        f"{np.mean([np.mean(end['lost']) for end in ends]):.3f}" if one else "",
+        f"{np.mean([decoded(end['lost']).mean() for end in ends]):.3f}" if one else "",
         *("not reached" if loss is None else f"{loss:.3f}" for loss in losses),
         "" if difference is None or row == REFERENCE else f"{difference.mean:+.3f} +- {difference.error:.3f}",
         "" if other is None else f"{other:+.3f}",

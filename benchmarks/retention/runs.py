@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import common
 from common import versions
 from retention.after import METHODS as AFTER
-from retention.bench import Bench, Pair
 from retention.during import METHODS as DURING
-from retention.method import During
+from retention.method import After, During
+from retention.training import Pair
+
+PLAIN = {"trained": "plain", "method": "", "value": 0.0}
 
 DEVELOPMENT = "development"
 """The pair that settings are chosen on."""
 
 Run = tuple[str, str, float | None]
-"""What to train with, what to do afterwards ("": nothing), and the value of a setting of the training."""
+"""What to train with, what to do afterwards ("": nothing), and the value of a setting."""
 
 
 def key(record: Mapping[str, Any]) -> tuple[Any, ...]:
     """What makes a record unique."""
     return tuple(record.get(name) for name in ("pair", "seed", "trained", "method", "value"))
+
+
+class Runner(Protocol):
+    """What runs methods, for a pair and a seed."""
+
+    def train(self, method: During, value: float) -> dict[str, Any]:
+        """The record of a method that acts during training."""
+
+    def move(self, method: After, trained: str, plain: float) -> dict[str, Any]:
+        """The record of one that acts afterwards, on what another has trained."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +44,21 @@ class Suite:
 
     Attributes:
         pairs: What is learned, by name.
-        bench: Makes the bench of a pair and a seed.
+        bench: Makes what runs methods, for a pair and a seed.
         lost: What is lost, as a word for headers.
         settings: The name that chosen settings have: suites with the same network and optimizer share them.
         texts: Whether its data are texts of the command line.
         without: Names of methods that do not apply.
+        paths: Whether methods that act after training are measured along their paths. If not, they have one setting.
     """
 
     pairs: Mapping[str, Pair]
-    bench: Callable[[argparse.Namespace, str, Pair, int], Bench]
+    bench: Callable[[argparse.Namespace, str, Pair, int], Runner]
     lost: str
     settings: str
     texts: bool = True
     without: tuple[str, ...] = ()
+    paths: bool = True
 
 
 def run(suite: Suite, options: argparse.Namespace) -> None:
@@ -77,7 +91,7 @@ def _check(suite: Suite, options: argparse.Namespace) -> None:
 
 
 def _run(suite: Suite, options: argparse.Namespace, pair: str, seed: int, wanted: Sequence[Run]) -> None:
-    bench: Bench | None = None
+    bench: Runner | None = None
     done = {key(record): record for record in common.read_records(options.out)}
     for trained, after, value in wanted:
         now: dict[str, Any] = {"pair": pair, "seed": seed, "trained": trained, "method": after, "value": value}
@@ -85,13 +99,18 @@ def _run(suite: Suite, options: argparse.Namespace, pair: str, seed: int, wanted
             continue
         bench = bench or suite.bench(options, pair, suite.pairs[pair], seed)
         if after:
-            plain = done[key(now | {"trained": "plain", "method": "", "value": 0.0})]["curve"][-1]["new"]
-            found = bench.move(AFTER[after], trained, plain)
+            method = AFTER[after] if value is None else replace(AFTER[after], settings=(value,))
+            found = bench.move(method, trained, _new_loss(done[key(now | PLAIN)]))
         else:
             found = bench.train(DURING[trained], float(value or 0.0))
         record = now | found | {"versions": versions("transformers", "peft")}
         common.append_record(options.out, record)
         done[key(record)] = record
+
+
+def _new_loss(record: Mapping[str, Any]) -> float:
+    """The loss on the new data at the end of a run with a curve."""
+    return float(record["curve"][-1]["new"]) if "curve" in record else 0.0
 
 
 def _wanted(suite: Suite, methods: Sequence[str], pair: str) -> Iterator[Run]:
@@ -108,12 +127,20 @@ def _wanted(suite: Suite, methods: Sequence[str], pair: str) -> Iterator[Run]:
             for trained in AFTER[name].after:
                 tuned = pair == DEVELOPMENT and DURING[trained].candidates
                 if trained == "plain" or (trained in applicable and not tuned):
-                    yield trained, name, None
+                    for setting in (None,) if suite.paths else _settings(AFTER[name], suite, pair):
+                        yield trained, name, setting
 
 
-def chosen(method: During, settings: str) -> float:
+def _settings(method: After, suite: Suite, pair: str) -> tuple[float, ...]:
+    """The settings of a method that acts after training, in a suite without paths."""
+    if pair == DEVELOPMENT or len(method.settings) == 1:
+        return method.settings
+    return (chosen(method, suite.settings),)
+
+
+def chosen(method: During | After, settings: str) -> float:
     """The value of its setting that was chosen on the development pair; a fixed one if there is nothing to choose."""
-    if not method.candidates:
+    if isinstance(method, During) and not method.candidates:
         return method.fixed
     if settings not in method.chosen:
         raise SystemExit(f"{method.name}: run the development pair first, and set `chosen`")

@@ -17,8 +17,8 @@ import transformers
 from torch import Tensor
 
 from fine_tuning import BATCH, LENGTH, NEW_BLOCKS, adamw, adapted, fresh
-from retention.bench import KEPT, Pair
 from retention.language import LanguageBench
+from retention.training import KEPT, Pair
 
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Greta", "Henry", "Ida", "Jonas", "Karin", "Leo", "Mia")
 ITEMS = ("lamps", "chairs", "tables", "books", "pens", "cups", "plates", "clocks", "mirrors", "ropes", "keys", "hats")

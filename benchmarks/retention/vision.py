@@ -8,7 +8,6 @@ right, through their own head.
 from __future__ import annotations
 
 import argparse
-import copy
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 import limpet
 from limpet.experiments.data import images
-from retention.bench import KEPT, Bench, Pair
-from retention.method import During
-from retention.update import Layer, squared_distance, weight_updates
+from retention.bench import Bench
+from retention.classifier import Batch, Classification, adamw
+from retention.training import KEPT, Pair
 
 OLD, OLD_IMAGES, OLD_EPOCHS, OLD_RATE = "cifar10", 20_000, 6, 3e-3
 NEW_IMAGES, TEST_IMAGES, MEASURED, PROBE = 4_800, 2_000, 1_000, 100
@@ -31,8 +30,6 @@ PAIRS = {
     "svhn": Pair("svhn", steps=300, rate=1e-3, moments=(100, 150, 200, 250, 300)),
     "svhn, high rate": Pair("svhn", steps=300, rate=1e-2, moments=(100, 150, 200, 250, 300)),
 }
-
-Batch = dict[str, Tensor]
 
 
 class Residual(nn.Module):
@@ -88,13 +85,7 @@ def freeze_norm(model: nn.Module) -> None:
             module.requires_grad_(False).eval()
 
 
-def adamw(model: nn.Module, rate: float, steps: int) -> tuple[Any, Any]:
-    """AdamW with a linear decay."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-
-
-class VisionBench(Bench):
+class VisionBench(Classification, Bench):
     """The network that has learned CIFAR-10; each seed has its own."""
 
     def __init__(self, options: argparse.Namespace, name: str, pair: Pair, seed: int) -> None:
@@ -102,9 +93,8 @@ class VisionBench(Bench):
         self.old, self.old_test = batches(OLD, "train", OLD_IMAGES, seed), batches(OLD, "test", TEST_IMAGES, seed)
         self.new = batches(pair.new, "train", NEW_IMAGES, seed)
         self.new_test = batches(pair.new, "test", TEST_IMAGES, seed)
-        self.examples, self._order = NEW_IMAGES, list[int]()
+        self.examples = NEW_IMAGES
         self.teacher = self._learned().eval().requires_grad_(False)
-        self.before = dict(self.teacher.features.named_parameters(prefix="features"))
 
     def _learned(self) -> Any:
         """The network after CIFAR-10."""
@@ -126,28 +116,13 @@ class VisionBench(Bench):
         torch.save(model.state_dict(), path)
         return model
 
-    def fresh(self, method: During, value: float) -> Any:
-        model = copy.deepcopy(self.teacher).requires_grad_(True)
-        freeze_norm(model)
-        torch.manual_seed(1000 + self.seed)
-        model.classifier.reset_parameters()
-        self._order = []
+    def freeze(self, model: Any) -> Any:
+        freeze_norm(model.requires_grad_(True))
         return model
 
     def set_mode(self, model: Any) -> None:
         model.train()
         freeze_norm(model)
-
-    def optimizer(self, model: Any, rate: float) -> tuple[Any, Any]:
-        return adamw(model, rate, self.pair.steps)
-
-    def batch(self, generator: torch.Generator) -> Batch:
-        self._order = self._order or torch.randperm(len(self.new), generator=generator).tolist()
-        return self.new[self._order.pop()]
-
-    def forward(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        found = model(**batch)
-        return found.loss, found.logits
 
     @torch.no_grad()
     def new_loss(self, model: Any) -> float:
@@ -176,20 +151,13 @@ class VisionBench(Bench):
         some = {name: value[rows] for name, value in batch.items()}
         return F.cross_entropy(self.old_logits(model, some), some["labels"])
 
-    def updates(self, model: Any) -> list[Layer]:
-        return weight_updates(model, self.before)
-
-    def displaced(self, model: Any) -> Tensor:
-        return squared_distance(model, self.before)
-
     @property
     def memories(self) -> Any:
         return self.work / f"memory {self.seed}"
 
     def consolidate(self, **settings: Any) -> limpet.Memory:
         """With the lines of the README."""
-        model = copy.deepcopy(self.teacher).requires_grad_(True)
-        freeze_norm(model)
+        model = self.copied()
         chosen = {"strength": "auto", "prior_mean": "initial", "exclude": ["classifier"], **settings}
         memory = limpet.OnlineLaplace(model, **chosen)
         memory.consolidate(self.old, limit=MEASURED, examples=OLD_IMAGES, probe=PROBE, progress=False)
@@ -199,7 +167,6 @@ class VisionBench(Bench):
         torch.save(model.state_dict(), self.path(f"{name}.weights.pt"))
 
     def trained(self, name: str) -> Any:
-        model = copy.deepcopy(self.teacher).requires_grad_(True)
+        model = self.copied()
         model.load_state_dict(torch.load(self.path(f"{name}.weights.pt"), weights_only=True))
-        freeze_norm(model)
         return model.eval()

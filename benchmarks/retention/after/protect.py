@@ -24,4 +24,6 @@ def path(bench: Bench, model: Any) -> Iterator[Go]:
         found.undo()
 
 
-METHOD = After("protect", "old data or own samples, once", path, settings=(DRIFT,))  # the largest that it may be
+METHOD = After(
+    "protect", "old data or own samples, once", path, settings=(DRIFT,), memory=True
+)  # the largest that it may be

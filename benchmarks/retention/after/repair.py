@@ -29,4 +29,5 @@ METHOD = After(
     path,
     settings=(0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
     after=("plain", "self-rehearsal"),
+    memory=True,
 )

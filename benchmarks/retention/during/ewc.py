@@ -15,4 +15,11 @@ def protect(bench: Bench, model: Any, optimizer: Any, value: float) -> AbstractC
     return context
 
 
-METHOD = During("diagonal EWC", "old data or own samples, once", candidates=(1.0, 10.0, 100.0, 1000.0), protect=protect)
+METHOD = During(
+    "diagonal EWC",
+    "old data or own samples, once",
+    candidates=(1.0, 10.0, 100.0, 1000.0),
+    chosen={"vision": 1.0},
+    protect=protect,
+    memory=True,
+)

@@ -2,4 +2,6 @@
 
 from retention.method import During
 
-METHOD = During("lower learning rate", "nothing", candidates=(0.5, 0.25, 0.1), rate=lambda value: value)
+METHOD = During(
+    "lower learning rate", "nothing", candidates=(0.5, 0.25, 0.1), chosen={"vision": 0.5}, rate=lambda value: value
+)
