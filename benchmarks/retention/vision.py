@@ -22,13 +22,16 @@ from retention.classifier import Batch, Classification, adamw
 from retention.training import KEPT, Pair
 
 OLD, OLD_IMAGES, OLD_EPOCHS, OLD_RATE = "cifar10", 20_000, 6, 3e-3
-NEW_IMAGES, TEST_IMAGES, MEASURED, PROBE = 4_800, 2_000, 1_000, 100
+NEW_IMAGES, TEST_IMAGES, MEASURED, PROBE = 9_600, 2_000, 1_000, 100
 BATCH, REPLAYED, MEAN, STD = 32, 4, 0.47, 0.25
 
 PAIRS = {
-    "development": Pair("fashion_mnist", steps=300, rate=1e-3, moments=(100, 150, 200, 250, 300)),
-    "svhn": Pair("svhn", steps=300, rate=1e-3, moments=(100, 150, 200, 250, 300)),
-    "svhn, high rate": Pair("svhn", steps=300, rate=1e-2, moments=(100, 150, 200, 250, 300)),
+    name: Pair(new, steps=900, rate=rate, moments=(300, 450, 600, 750, 900))
+    for name, new, rate in (
+        ("development", "fashion_mnist", 3e-3),
+        ("svhn", "svhn", 3e-3),
+        ("svhn, high rate", "svhn", 1e-2),
+    )
 }
 
 

@@ -6,6 +6,8 @@ import copy
 import json
 import math
 import warnings
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -517,6 +519,32 @@ def test_a_head_that_trains_on_is_part_of_the_drift() -> None:
     with pytest.warns(LimpetWarning, match="contribute to this drift"):
         found = memory.drift()
     assert found > 0 and math.isclose(found, float(kl(before, model(x).detach()).mean()), rel_tol=1e-12)
+
+
+def test_a_new_head_with_the_seed_of_the_old_one_is_told_from_one_that_trains_on() -> None:
+    model, memory, x, before = encoder()
+    old = copy.deepcopy(model.head)
+    new = copy.deepcopy(model.head)  # as it was initialized, before the old one was trained
+    with torch.no_grad():
+        new.weight += 0.05 * torch.randn(3, 8, generator=torch.Generator().manual_seed(3)).double()
+    for replaced in (False, True):
+        model.head = copy.deepcopy(new if replaced else old)
+        memory.probes = tuple(replace(probe, new_head=None) for probe in memory.probes)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        for _ in range(2):  # the second training begins with a head that the first has trained
+            with memory.protect(optimizer, examples=50):
+                optimizer.zero_grad()
+                torch.autograd.backward(F.cross_entropy(model(-x), torch.arange(50) % 3))
+                optimizer.step()
+        cosine = torch.cosine_similarity(model.head.weight.flatten(), old.weight.flatten(), dim=0)
+        assert 0.5 < cosine.item() < 0.999
+        with nullcontext() if replaced else pytest.warns(LimpetWarning, match="contribute to this drift"):
+            found = memory.drift()
+        expected = kl(before, (old if replaced else model.head)(model.body(x)).detach()).mean()
+        assert found > 1e-4 and math.isclose(found, float(expected), rel_tol=1e-9)
+    model.head = old
+    expected = kl(before, model(x).detach()).mean()
+    assert math.isclose(memory.drift(), float(expected), rel_tol=1e-9)
 
 
 def test_most_of_a_model_is_not_stored_as_a_head() -> None:

@@ -49,6 +49,8 @@ class Probe:
         head: The values of those parameters, or of those of them that are trained, if they are few compared to the
             model, so that the outputs of an encoder can be compared through the head that they were recorded with.
         quantized: Whether the model had quantized weights when the outputs were recorded.
+        new_head: Whether the head had been replaced when the first training with protection began; None before that. It
+            is not saved.
     """
 
     batches: Sequence[Any]
@@ -57,6 +59,7 @@ class Probe:
     outside: Mapping[str, Sequence[float]] = field(default_factory=dict)
     head: Mapping[str, Tensor] = field(default_factory=dict)
     quantized: bool = False
+    new_head: bool | None = None
 
     @classmethod
     def record(
@@ -148,6 +151,22 @@ class Probe:
         quantized = {name for name, p in parameters.items() if isinstance(p, QuantizedWeight)}  # and so not trained
         return [name for name, sums in self.outside.items() if name not in quantized and not same(name, sums)]
 
+    def before_training(self, model: nn.Module) -> Probe:
+        """Note whether the head has been replaced, when a training with protection begins.
+
+        Later that is hard to tell: a new head that was initialized with the seed of the old one stays close to it.
+
+        Args:
+            model: The model as it is now.
+
+        Returns:
+            The probe, the same one if a training has begun before.
+        """
+        if self.new_head is not None or not self.head:
+            return self
+        changed = self.changed_outside(model)
+        return replace(self, new_head=bool(changed) and set(changed) <= self.head.keys())
+
     @torch.no_grad()
     def head_was_replaced(self, model: nn.Module) -> bool:
         """Tell whether the head was replaced, rather than trained further.
@@ -156,14 +175,16 @@ class Probe:
             model: The model as it is now.
 
         Returns:
-            Whether the stored parameters that have changed have other shapes or, together, a cosine with their stored
-            values below 1/2.
+            Whether the stored parameters had changed before training began, or have other shapes or, together, a cosine
+            with their stored values below 1/2.
         """
         if not self.head:
             return False
         parameters, changed = named_parameters(model), self.changed_outside(model)
         if not changed or not set(changed) <= parameters.keys() & self.head.keys():
             return False
+        if self.new_head:
+            return True
         pairs = [(whole(parameters[name]).cpu().double(), self.head[name].double()) for name in changed]
         if any(now.shape != before.shape for now, before in pairs):
             return True

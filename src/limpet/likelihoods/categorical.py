@@ -120,7 +120,11 @@ class Categorical(Likelihood):
 
     def sample(self, outputs: Outputs, generator: Random) -> Tensor:
         """Draw classes from the softmax by inverting the cumulative distribution."""
-        cumulative = self._logits(outputs).softmax(-1).cumsum(-1)
+        return self._drawn(self._logits(outputs).softmax(-1), generator)
+
+    @staticmethod
+    def _drawn(probabilities: Tensor, generator: Random) -> Tensor:
+        cumulative = probabilities.cumsum(-1)
         wanted = uniform(cumulative.shape[:-1], cumulative, generator).unsqueeze(-1) * cumulative[..., -1:]
         return (
             torch.searchsorted(cumulative.contiguous(), wanted.contiguous())
@@ -141,8 +145,11 @@ class Categorical(Likelihood):
 
     def sampled_root(self, outputs: Outputs, targets: Any, generator: Random) -> Tensor:
         """Compute the gradient at sampled classes, zero at ignored positions."""
-        root = self.gradient(outputs, self.sample(outputs, generator))
-        return self._out(root.movedim(self.class_dim, -1), outputs, self._check(self._logits(outputs), targets))
+        logits = self._logits(outputs)
+        root = logits.softmax(-1)
+        drawn = self._drawn(root, generator).unsqueeze(-1)
+        root.scatter_add_(-1, drawn, torch.full_like(drawn, -1, dtype=root.dtype))
+        return self._out(root, outputs, self._check(logits, targets))
 
     def root_count(self, outputs: Outputs) -> int | None:
         """Return classes - 1 (at least 1), or None for one output per position."""

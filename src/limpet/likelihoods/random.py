@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -75,8 +76,12 @@ class Occurrences:
         Returns:
             The seeds, changed for examples that have occurred before.
         """
-        numbers = []
-        for seed in seeds.tolist():
+        numbers, found = [], seeds.tolist()
+        new = dict.fromkeys(found, 1)
+        if len(new) == len(found) and self._count.keys().isdisjoint(new):  # all are new, as nearly always
+            self._count |= new
+            return seeds
+        for seed in found:
             number = self._count.get(seed, 0)
             self._count[seed] = number + 1
             numbers.append(number)
@@ -138,8 +143,15 @@ def _digest(tensor: Tensor) -> Tensor:
     if flat.is_floating_point():
         kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         flat = flat.contiguous().view(kinds[flat.element_size()])
-    weights = _mixed(torch.arange(1, flat.shape[1] + 1, device=flat.device)) | 1
-    return (flat.to(torch.int64) * weights).sum(1)
+    weights = _weights(flat.shape[1]).to(flat.device)
+    wide = flat.to(torch.int64)
+    return wide @ weights if wide.device.type == "cpu" else (wide * weights).sum(1)
+
+
+@lru_cache(maxsize=4)
+def _weights(width: int) -> Tensor:
+    """Odd random integers, by which the columns of a row are hashed."""
+    return _mixed(torch.arange(1, width + 1)) | 1
 
 
 def _mixed(x: Tensor) -> Tensor:

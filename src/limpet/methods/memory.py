@@ -327,6 +327,7 @@ class Memory(StoredMemory, Predictions):
         self._reject_inside_protect()
         with sharing(self.posterior, "protect"):
             self.posterior.arrange(self._planned())
+            self.probes = tuple(probe.before_training(self.model) for probe in self.probes)
         return Protection(
             self.posterior,
             optimizer,
