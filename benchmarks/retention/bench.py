@@ -92,6 +92,10 @@ class Bench(Training):
         found: list[Any] = torch.load(self.path("plain.pt"), weights_only=True)
         return found
 
+    def stored(self, name: str) -> bool:
+        """Whether what a method has trained is still there."""
+        return any(self.work.glob(f"{self.path(name).name}*"))
+
     def path(self, name: str) -> Path:
         """Where what a method has trained is stored."""
         return self.work / f"{self.name} {self.seed} {name}"

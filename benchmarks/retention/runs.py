@@ -31,6 +31,9 @@ def key(record: Mapping[str, Any]) -> tuple[Any, ...]:
 class Runner(Protocol):
     """What runs methods, for a pair and a seed."""
 
+    def stored(self, name: str) -> bool:
+        """Whether what a method has trained is still there."""
+
     def train(self, method: During, value: float) -> dict[str, Any]:
         """The record of a method that acts during training."""
 
@@ -99,6 +102,8 @@ def _run(suite: Suite, options: argparse.Namespace, pair: str, seed: int, wanted
             continue
         bench = bench or suite.bench(options, pair, suite.pairs[pair], seed)
         if after:
+            if not bench.stored(trained):  # as on another machine than that of its record
+                bench.train(DURING[trained], chosen(DURING[trained], suite.settings))
             method = AFTER[after] if value is None else replace(AFTER[after], settings=(value,))
             found = bench.move(method, trained, _new_loss(done[key(now | PLAIN)]))
         else:
@@ -124,7 +129,7 @@ def _wanted(suite: Suite, methods: Sequence[str], pair: str) -> Iterator[Run]:
                 yield name, "", value
     for name in applicable:
         if name in AFTER and not (AFTER[name].adapters_only and suite.pairs[pair].full):
-            for trained in AFTER[name].after:
+            for trained in AFTER[name].after if suite.paths else ("plain",):
                 tuned = pair == DEVELOPMENT and DURING[trained].candidates
                 if trained == "plain" or (trained in applicable and not tuned):
                     for setting in (None,) if suite.paths else _settings(AFTER[name], suite, pair):

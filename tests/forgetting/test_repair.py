@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import limpet
-from limpet.errors import CurvatureError, LimpetError, NotProtectedWarning, UnsupportedError
+from limpet.errors import CurvatureError, LimpetError, LimpetWarning, NotProtectedWarning, UnsupportedError
 from limpet.likelihoods import Categorical
 from limpet.precision import DiagonalTerm, KroneckerTerm
 from limpet.precision.pencil import Damping
@@ -314,7 +314,10 @@ def test_beside_a_budget_it_is_half_of_what_was_learned_and_at_most_three_tenths
     repair = limpet.repair(model, memory, data(2), tolerance=0.0, progress=False)
     start, before = (float(repair.at(0.0, scale).measured().loss or 0) for scale in (1.0, 0.0))
     expected = repair.within_tolerance(min(0.3, (before - start) / 2)).strength
-    assert repair.within_budget(1e-9, tolerance="auto").strength == pytest.approx(expected)
+    limit = start + min(0.3, (before - start) / 2)
+    with pytest.warns(LimpetWarning, match=f"the budget of 1e-09: .* to more than {limit:.3g}") as told:
+        assert repair.within_budget(1e-9, tolerance="auto").strength == pytest.approx(expected)
+    assert f"the drift may be {memory.drift().upper:.3g} nats" in str(told[0].message)
 
 
 def test_a_budget_with_a_tolerance_is_the_smaller_of_the_two_strengths() -> None:
@@ -330,7 +333,8 @@ def test_a_budget_with_a_tolerance_is_the_smaller_of_the_two_strengths() -> None
     generous, tight = strength(1.5 * drift, tolerance=100.0), strength(drift / 2, tolerance=100.0)
     assert 0 < generous < affordable < tight
     assert strength(1.5 * drift, tolerance=0.05) == generous
-    assert strength(drift / 2, tolerance=0.05) == affordable
+    with pytest.warns(LimpetWarning, match="pass a larger tolerance="):
+        assert strength(drift / 2, tolerance=0.05) == affordable
 
 
 def test_what_is_held_out_is_not_in_the_curvature() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -259,6 +260,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Namespace:
     )  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:limpet. the drift may be")
 @pytest.mark.slow
 def test_a_suite_resumes_and_its_curves_begin_at_the_trained_model(
     options: Namespace, monkeypatch: pytest.MonkeyPatch
@@ -273,10 +275,12 @@ def test_a_suite_resumes_and_its_curves_begin_at_the_trained_model(
     short = Namespace(**vars(options) | {"methods": ["plain"]})
     runs.run(suite, short)
     first = options.out.read_text()
+    for path in options.work.glob("small 0 plain*"):  # what is missing is trained again
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     runs.run(suite, options)
     assert options.out.read_text().startswith(first)  # what was there is not run again
     records = {(r["trained"], r["method"]): r for r in map(json.loads, options.out.read_text().splitlines())}
-    assert len(records) == len(DURING) + 5 and all(np.isfinite(p["new"]) for r in records.values() for p in r["curve"])
+    assert len(records) == len(DURING) + 7 and all(np.isfinite(p["new"]) for r in records.values() for p in r["curve"])
     plain = records["plain", ""]["curve"]
     assert plain[-1]["new"] < plain[0]["new"] and set(plain[-1]["others"]) == {"reviews"}
     total = {
@@ -367,6 +371,7 @@ def test_a_network_learns_other_images_with_its_batch_norm_frozen(
     assert compare.decoded(repaired[-1]["lost"]).mean() < compare.decoded(record["curve"][-1]["lost"]).mean() - 0.1
 
 
+@pytest.mark.filterwarnings("ignore:limpet. the drift may be")
 @pytest.mark.slow
 def test_tasks_are_learned_in_sequence_and_the_first_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors

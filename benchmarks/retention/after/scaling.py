@@ -17,4 +17,10 @@ def path(bench: Bench, model: Any) -> Iterator[Go]:
         yield lambda scale: change(lambda layer: scale * layer.update)
 
 
-METHOD = After("scaling", "nothing", path, settings=(0.9, 0.8, 0.7, 0.6, 0.5, 0.4), after=("plain", "self-rehearsal"))
+METHOD = After(
+    "scaling",
+    "nothing",
+    path,
+    settings=(0.9, 0.8, 0.7, 0.6, 0.5, 0.4),
+    after=("plain", "self-rehearsal", "distillation"),
+)

@@ -304,7 +304,7 @@ class Repair:
             scale: Multiplier of the update.
             tolerance: If given, the largest increase of the loss on held-out new data that this may cost, in nats per
                 example. "auto": 0.3 nats, but at most half of what the update has reduced that loss by. If the budget
-                costs more, the drift is reduced as far as this allows.
+                costs more, the drift is reduced as far as this allows, and a warning tells how far that is.
 
         Returns:
             This repair. If the drift of the tuned weights is already within the budget, the model keeps them.
@@ -343,8 +343,18 @@ class Repair:
         self.at(enough, scale)
         if tolerance is not None:
             loss, most = self._limit(tolerance, LIMIT, MOST)
-            cheap = found <= budget and self._measure_at(loss, enough, scale) <= most
-            return self if cheap else self._affording(loss, most, scale)
+            if found <= budget and self._measure_at(loss, enough, scale) <= most:
+                return self
+            self._affording(loss, most, scale)
+            warn(
+                f"the drift may be {drift():.3g} nats, more than the budget of {budget:.3g}: a stronger repair would "
+                f"increase the loss on held-out new data to more than {most:.3g}. To give up more of the new task, "
+                "pass a larger tolerance= to repair, or repair={'budget': ..., 'tolerance': ...} to protect; to give "
+                "up less, train fewer steps or with a lower learning rate, or protect the outputs while the model "
+                "trains (limpet.SelfRehearsal, limpet.Distillation)",
+                LimpetWarning,
+            )
+            return self
         if found <= budget:
             return self
         self.undo()

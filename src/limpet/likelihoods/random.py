@@ -39,8 +39,8 @@ class PerExampleRNG:
         Returns:
             The streams, in the order of the rows.
         """
-        seeds = torch.full((len(tensors[0]),), seed, dtype=torch.int64, device=tensors[0].device)
-        for tensor in tensors:
+        seeds = int(_mixed(torch.tensor(seed))) + _digest(tensors[0])
+        for tensor in tensors[1:]:
             seeds = _mixed(seeds) + _digest(tensor).to(seeds.device)
         seeds = _mixed(seeds)
         return cls(seeds if occurrences is None else occurrences.told_apart(seeds))
@@ -48,9 +48,9 @@ class PerExampleRNG:
     def uniform(self, shape: torch.Size) -> Tensor:
         """Draw uniform numbers in (0, 1); the first dimension of the shape is the examples."""
         size = shape[1:].numel()
-        positions = torch.arange(self._drawn, self._drawn + size, device=self.seeds.device)
+        positions = _mixed_range(self._drawn, self._drawn + size).to(self.seeds.device)
         self._drawn += size
-        bits = (_mixed(self.seeds.unsqueeze(-1) + _mixed(positions)) >> (63 - BITS)) & ((1 << BITS) - 1)
+        bits = (_mixed(self.seeds.unsqueeze(-1) + positions) >> (63 - BITS)) & ((1 << BITS) - 1)
         return ((bits.double() if bits.device.type == "cpu" else bits.float()) + 0.5).div(1 << BITS).reshape(shape)
 
 
@@ -143,15 +143,14 @@ def _digest(tensor: Tensor) -> Tensor:
     if flat.is_floating_point():
         kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         flat = flat.contiguous().view(kinds[flat.element_size()])
-    weights = _weights(flat.shape[1]).to(flat.device)
+    weights = (_mixed_range(1, flat.shape[1] + 1) | 1).to(flat.device)
     wide = flat.to(torch.int64)
     return wide @ weights if wide.device.type == "cpu" else (wide * weights).sum(1)
 
 
 @lru_cache(maxsize=4)
-def _weights(width: int) -> Tensor:
-    """Odd random integers, by which the columns of a row are hashed."""
-    return _mixed(torch.arange(1, width + 1)) | 1
+def _mixed_range(start: int, stop: int) -> Tensor:
+    return _mixed(torch.arange(start, stop))
 
 
 def _mixed(x: Tensor) -> Tensor:

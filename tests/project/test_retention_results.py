@@ -1,0 +1,69 @@
+"""The page of results/retention says what its records say, and settings are those of the development pairs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("peft")
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # as `python -m benchmarks` does
+
+import common
+from retention import report
+from retention.__main__ import SUITES
+from retention.compare import decoded
+from retention.during import METHODS as DURING
+
+FOLDER = Path(__file__).parents[2] / "results" / "retention"
+
+
+def results(suite: str, pair: str) -> Any:
+    return report.Results(common.read_records(FOLDER / f"{suite}.jsonl"), pair)
+
+
+@pytest.mark.parametrize(("suite", "pairs"), [("vision", ("development", "svhn"))])
+def test_the_tables_are_those_of_the_records(suite: str, pairs: tuple[str, ...]) -> None:
+    page = (FOLDER / "README.md").read_text()
+    for pair in pairs:
+        told = report.table(results(suite, pair), SUITES[suite].lost)
+        assert told in page, f"python -m benchmarks retention {suite} --draw --pairs {pair}"
+
+
+@pytest.mark.parametrize("suite", ["vision"])
+def test_settings_are_the_best_of_the_development_pair(suite: str) -> None:
+    name = SUITES[suite].settings
+    chosen = {method.name: method.chosen[name] for method in DURING.values() if name in method.chosen}
+    assert report.best(results(suite, "development")) == chosen
+
+
+def test_what_the_page_says_about_images() -> None:
+    text = " ".join((FOLDER / "README.md").read_text().split())
+    development, svhn = results("vision", "development"), results("vision", "svhn")
+
+    def end(found: Any, row: report.Row, seed: int) -> tuple[str, str]:
+        """What is wrong at the end, in percent, and the new loss relative to plain training."""
+        point = found.runs[row][seed]["curve"][-1]
+        return f"{100 * decoded(point['lost']).mean():.0f} %", f"{point['new'] / found.plain(seed):.2f} times"
+
+    def at(found: Any, row: report.Row, ratio: float) -> str:
+        return f"{100 * found.mean_lost(row, ratio):.0f}"
+
+    repair, scaling, protect = (report.Row("plain", name) for name in ("repair", "scaling", "protect"))
+    distilled = report.Row("distillation", value=0.3)
+    before = [f"{100 * decoded(found.runs[report.PLAIN][seed]['before']['lost']).mean():.0f}"
+              for found, seed in ((development, 10), (svhn, 0))]  # fmt: skip
+    assert f"({before[0]} and {before[1]} % of the test images are wrong then" in text
+    assert f"{at(svhn, repair, 1.1)} % on SVHN with repair, {at(svhn, scaling, 1.1)} % with scaling" in text
+    three = [at(development, row, 1.05) for row in (distilled, repair, scaling)]
+    assert f"({three[0]} % wrong at 1.05; repair {three[1]}, scaling {three[2]})" in text
+    wrong, times = end(svhn, report.Row("distillation"), 0)
+    assert f"it ends at {times} the new loss of plain training, with {wrong} wrong" in text
+    wrong, times = end(development, protect, 10)
+    assert f"{wrong} wrong at {times} the new loss (Fashion-MNIST)" in text
+    wrong, times = end(svhn, protect, 0)
+    assert f"{wrong} at {times} (SVHN)" in text
+    wrong, times = end(svhn, report.Row("replay of 5%"), 0)
+    assert f"({wrong} wrong on SVHN)" in text and times.startswith("3.")
