@@ -36,7 +36,8 @@ import limpet
 from common import versions
 from fine_tuning import BATCH, HELD_OUT, LENGTH, NEW_BLOCKS, blocks, fresh, loss
 from limpet.forgetting.drift import measured_drift
-from limpet.forgetting.repair import Measures, solve
+from limpet.forgetting.repair import Measures
+from limpet.forgetting.repair_paths import solve
 from limpet.integrations.causal_lm import consolidate_lm
 from limpet.methods.repair_pass import RepairOptions, new_fisher
 from repair_figures import markdown, spread

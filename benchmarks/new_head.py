@@ -19,7 +19,8 @@ import torch
 import common
 import limpet
 from common import versions
-from limpet.forgetting.repair import Repair, solve
+from limpet.forgetting.repair import Repair
+from limpet.forgetting.repair_paths import solve
 from limpet.methods.repair_pass import RepairOptions, new_fisher, path_measures
 from limpet.model import full_precision
 from limpet.protection.recorder import InputRecorder

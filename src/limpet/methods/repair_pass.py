@@ -19,7 +19,8 @@ from limpet.forgetting.drift import Drift, information
 from limpet.forgetting.loss_probe import LossProbe
 from limpet.forgetting.output_layer import OutputLayer, new_output_layer
 from limpet.forgetting.probe import Probe
-from limpet.forgetting.repair import Measures, Repair, RepairMark, solve
+from limpet.forgetting.repair import Measures, Repair, RepairMark
+from limpet.forgetting.repair_paths import solve
 from limpet.likelihoods import Likelihood, resolve
 from limpet.methods.memory import NO_PROBE
 from limpet.model import Block, Forward, full_precision, part, preserve_state
