@@ -1,6 +1,6 @@
 """Does a repair of a language model improve with the exact diagonal of both curvatures (EKFAC)?
 
-    python -m benchmarks repair_ekfac --model M --text german=A.html reviews=B.csv speeches=C.txt english=D.html
+    python -m benchmarks repair_ekfac --model M --text french=A.html reviews=B.csv --work retention
 
 A repair works in the generalized eigenbases of two Kronecker-factored curvatures (`limpet.precision.kronecker_pencil`),
 which take the positions of a sequence for independent. Here the diagonals of both curvatures in these bases are
@@ -88,12 +88,14 @@ def main() -> None:
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--text", nargs="+", default=[], metavar="NAME=FILE", help=".txt, .html or .csv")
     parser.add_argument("--work", type=Path, default=Path("retention"), help="where models and memories are kept")
-    parser.add_argument("--seed", type=int, default=0)
+    adapted = [name for name, pair in PAIRS.items() if not pair.full]
+    parser.add_argument("--pair", choices=adapted, default="development", help="what is learned")
+    parser.add_argument("--seed", type=int, default=10)
     parser.add_argument("--rows", type=int, default=64, help="rows that a diagonal is measured on")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = common.parse(parser)
     options.texts = dict(one.split("=", 1) for one in options.text)
-    bench = DriftBench(options, "german", PAIRS["german"], options.seed)
+    bench = DriftBench(options, options.pair, PAIRS[options.pair], options.seed)
     model = bench.trained("plain")
     repair, paths = solved(bench, model)
     old_rows, _ = bench.remembered()
@@ -111,7 +113,8 @@ def main() -> None:
         ratios[name] = float(o.sum() / product.sum()), float(n.mean())
         variants["trace"][name] = product * (ratios[name][0] / ratios[name][1])
         variants["diagonal"][name] = (o + SHARE * product) / (n + SHARE)
-    record = {"seed": options.seed, "rows": options.rows, "versions": versions("transformers", "peft")}
+    record = {"pair": options.pair, "seed": options.seed, "rows": options.rows}
+    record |= {"versions": versions("transformers", "peft")}
     common.append_record(options.out, {**record, "ratios": {k: [round(x, 4) for x in v] for k, v in ratios.items()}})
     for what, values in variants.items():
         for name, path in paths.items():
