@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from limpet.curvature.hooks import Recorder
 from limpet.errors import CurvatureError
-from limpet.layers import Call
+from limpet.layers import Call, MatrixLayer
 from limpet.likelihoods import as_tensors
 from limpet.model.batch import Forward, batch_size, call, part
 from limpet.model.blocks import Block
@@ -148,8 +148,13 @@ def _accounted_for(
 
 
 def _size(each: Call) -> float:
-    data = each.data.float().norm() if each.data.is_floating_point() else torch.ones(())
-    return float(data) * float(each.gradient.norm()) if each.gradient is not None else 0.0
+    if each.gradient is None:
+        return 0.0
+    if not isinstance(each.layer, MatrixLayer):
+        data = each.data.float().norm() if each.data.is_floating_point() else torch.ones(())
+    else:
+        data = torch.stack([part.float().norm() for _, part in each.layer.parts(each)]).norm()
+    return float(data) * float(each.gradient.norm())
 
 
 def not_by_example(

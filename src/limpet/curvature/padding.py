@@ -78,7 +78,8 @@ class Padding:
                 masks = (self.inputs, self.decoder)
                 if unclear:
                     masks = (self.decoder if decoding[name][i] else self.inputs, None)
-                shape = each.data.shape[:2] if each.data.dim() <= 3 else None
+                whole = each.layer.shape(each)
+                shape = whole[:2] if len(whole) <= 3 else None
                 each.real = next((mask for mask in masks if mask is not None and mask.shape == shape), None)
 
 
