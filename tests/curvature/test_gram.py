@@ -80,7 +80,7 @@ def test_patches_in_parts_are_the_patches(
             layer = Convolution(module, names)
             call = Call(layer, x)
             data = layer.read(x)
-            assert layer.shape(call) == data.shape and torch.equal(call.data, data)
+            assert layer.shape(x) == call.shape == data.shape and torch.equal(call.data, data)
             assert layer.row_count(call) == data.shape[-3] * data.shape[-2]
             parts = list(layer.parts(call))
             assert torch.equal(torch.cat([part for _, part in parts], -3), data)

@@ -101,6 +101,7 @@ class KroneckerAccumulator(Accumulator):
         self.diagonal = {"in": inputs_diagonal, "out": outputs_diagonal}
         self.sizes = {"in": inputs_sizes or (in_,), "out": outputs_sizes or (out,)}
         self.sketches = sketches or {}
+        self.uses = {id(layer): block.use(layer) for layer in block.layers}
         self.data: dict[str, Matrix | Sketch] = {}
         self.gradients: dict[str, Matrix | Sketch] = {}
         self.count: dict[str, int] = {}
@@ -118,7 +119,7 @@ class KroneckerAccumulator(Accumulator):
     def add_data(self, calls: Sequence[Call]) -> None:
         """Add the inputs of each call to its input factor."""
         for call in calls:
-            layer, use = call.layer, self.block.use(call.layer)
+            layer, use = call.layer, self.uses[id(call.layer)]
             side = "out" if layer.data_left else "in"
             diagonal = self.diagonal[side] or layer.data_one_hot
             total = self._side(self.data, use, side, diagonal=diagonal)
@@ -142,7 +143,7 @@ class KroneckerAccumulator(Accumulator):
         for call in calls:
             side = "in" if call.layer.data_left else "out"
             gradient = call.layer.gradient_rows(call)
-            total = self._side(self.gradients, self.block.use(call.layer), side, diagonal=self.diagonal[side])
+            total = self._side(self.gradients, self.uses[id(call.layer)], side, diagonal=self.diagonal[side])
             add_grams(total, flat_parts(gradient), ones=False, diagonal=self.diagonal[side])
 
     def fewer_inputs_than_side(self) -> bool:

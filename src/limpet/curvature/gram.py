@@ -48,11 +48,14 @@ def add_gram(total: Matrix | Sketch, rows: Tensor, *, ones: bool, diagonal: bool
         if ones:
             total[..., width].add_(rows.shape[-2])
         return
+    inner = total[..., :width, :width] if ones else total
     if rows.dim() > 2:
-        total[..., :width, :width].add_(rows.mT @ rows)
+        inner.add_(rows.mT @ rows)
+    elif width < STRIP_FROM:  # most networks have many narrow factors, so every operation counts
+        inner.addmm_(rows.mT, rows)
     else:
         for start, stop in strips(width):
-            total[start:stop, start:width].addmm_(rows[:, start:stop].mT, rows[:, start:])
+            inner[start:stop, start:].addmm_(rows[:, start:stop].mT, rows[:, start:])
     if ones:
         total[..., :width, width].add_(rows.sum(-2))
         total[..., width, width].add_(rows.shape[-2])

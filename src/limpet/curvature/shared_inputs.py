@@ -67,8 +67,7 @@ def find_same_inputs(calls: Iterable[Call]) -> None:
     """Find the calls that read the same input, and let them share one `SameInput`."""
     readers: dict[object, list[Call]] = defaultdict(list)
     for call in calls:
-        shape = call.layer.shape(call)
-        if isinstance(call.layer, MatrixLayer) and shape.numel() >= FEWEST_ROWS * shape[-1] > 0:
+        if isinstance(call.layer, MatrixLayer) and call.shape.numel() >= FEWEST_ROWS * call.shape[-1] > 0:
             readers[call.layer.input_key(call)].append(call)
     for some in readers.values():
         if len(some) > 1:

@@ -41,6 +41,7 @@ class Call:
         dtype: Dtype in which the output gradient arrived.
         real: Mask of shape (examples, positions) that is False at padding; None if there is no padding.
         same_input: Input factor shared with other calls that read the same tensor.
+        shape: Shape of the data.
     """
 
     layer: Layer
@@ -49,17 +50,20 @@ class Call:
     dtype: torch.dtype = torch.float32
     real: Tensor | None = None
     same_input: Any = None
-    _read: Tensor | None = field(default=None, repr=False)
+    shape: torch.Size = field(init=False)
+    _data: Tensor | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.layer.in_parts:
+            self.shape = self.layer.shape(self.x)
+        else:
+            self._data = self.layer.read(self.x)
+            self.shape = self._data.shape
 
     @property
     def data(self) -> Tensor:
         """The input of the module, as returned by `Layer.read`."""
-        if self._read is not None:
-            return self._read
-        data = self.layer.read(self.x)
-        if not self.layer.in_parts:
-            self._read = data
-        return data
+        return self.layer.read(self.x) if self._data is None else self._data
 
 
 class Layer(ABC):
@@ -115,9 +119,9 @@ class Layer(ABC):
             A tensor of shape (..., examples, positions, features), or another form that the layer uses.
         """
 
-    def shape(self, call: Call) -> torch.Size:
-        """Return the shape of the data of a call."""
-        return call.data.shape
+    def shape(self, x: Tensor) -> torch.Size:
+        """Return the shape of the data for an input of the module, without reading them if the layer is `in_parts`."""
+        return self.read(x).shape
 
     def input_key(self, call: Call) -> tuple[object, ...]:
         """Return a key that two calls have in common only if they have the same data, in the same memory."""
@@ -153,8 +157,7 @@ class Layer(ABC):
 
     def row_count(self, call: Call) -> int:
         """Return the number of rows of the call: examples times positions."""
-        shape = self.shape(call)
-        return shape[-3] * shape[-2]
+        return call.shape[-3] * call.shape[-2]
 
     def gradient_rows(self, call: Call) -> Tensor:
         """Return the output gradients that reach the weights, of shape (..., examples, positions, features)."""
@@ -208,7 +211,7 @@ class MatrixLayer(Layer):
 
     def example_count(self, call: Call) -> int:
         """Return the number of examples of the call."""
-        return self.shape(call)[-3]
+        return call.shape[-3]
 
     def read_examples(self, call: Call, examples: slice) -> Tensor:
         """Return the data of some examples of a call."""
@@ -226,8 +229,7 @@ class MatrixLayer(Layer):
         if not self.in_parts:
             yield slice(None), call.data
             return
-        shape = self.shape(call)
-        for examples in slices(shape[-3], shape.numel(), call.x.device):
+        for examples in slices(call.shape[-3], call.shape.numel(), call.x.device):
             yield examples, self.read_examples(call, examples)
 
     def example_gradients(self, call: Call, examples: slice) -> Tensor:

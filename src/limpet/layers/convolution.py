@@ -43,9 +43,9 @@ class Convolution(MatrixLayer):
         """Return the patches of some examples of a call."""
         return self.read(self._batched(call.x)[examples])
 
-    def shape(self, call: Call) -> torch.Size:
-        """Return the shape of the patches of a call, without extracting them."""
-        x, conv = self._batched(call.x), self.module
+    def shape(self, x: Tensor) -> torch.Size:
+        """Return the shape of the patches, without extracting them."""
+        x, conv = self._batched(x), self.module
         if x.dim() != len(conv.kernel_size) + 2 or x.shape[1] != conv.in_channels:
             raise ValueError(f"a convolution of {conv.in_channels} channels cannot read the shape {tuple(x.shape)}")
         added = conv._reversed_padding_repeated_twice[::-1]
