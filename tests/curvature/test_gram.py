@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from allocated import allocations
 from limpet.curvature import Fisher, FisherPass, Structure
 from limpet.curvature.gram import STRIP_FROM, add_gram, mirror_, strips
 from limpet.layers import Call, Convolution
@@ -106,6 +107,17 @@ def test_a_pass_is_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, (term,) in whole.terms.items():
         for a, b in zip(term.factors(), parts.terms[name][0].factors(), strict=True):  # type: ignore[union-attr]
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_the_patches_of_a_batch_are_never_in_memory_at_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 2, 5, padding=2), nn.Flatten(), nn.Linear(2 * 32 * 32, 3))
+    batch = torch.randn(64, 3, 32, 32), torch.randint(0, 3, (64,))
+    one_pass = FisherPass(model, discover(model), Categorical(), Structure("kronecker", 256), fisher="exact")
+    with allocations() as found:
+        one_pass.run([batch], progress=False)
+    patches = 64 * 32**2 * 75 * 4
+    assert found.peak < patches
 
 
 def test_two_convolutions_of_one_geometry_share_the_factor_of_their_input() -> None:
