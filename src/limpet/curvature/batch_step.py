@@ -212,14 +212,7 @@ class BatchStep:
         self.used |= used
         needs_examples = {b.name for b in self.blocks if not self.structure.of(b).startswith("kronecker")}
         wrong |= not_by_example(
-            self.blocks,
-            needs_examples,
-            self.recorder,
-            self.model,
-            batch,
-            self.forward,
-            tensors,
-            self._on_any_rank,
+            self.blocks, needs_examples, self.recorder, self.model, batch, self.forward, tensors, self._on_any_rank
         )
         wrong = self._of_all_ranks(wrong & {block.name for block in self.blocks if block.layers})
         again = self._record_by_example(batch, tensors, wrong)
