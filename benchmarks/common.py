@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import limpet
 
@@ -53,3 +55,16 @@ def versions(*packages: str) -> dict[str, str]:
 def versions_text(*packages: str) -> str:
     """The same on one line."""
     return ", ".join(f"{name.replace('python', 'Python')} {found}" for name, found in versions(*packages).items())
+
+
+def peak(run: Callable[[], object]) -> tuple[int, Any]:
+    """The most bytes that were allocated at once during a call, and what it gave."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        found = run()
+    assert watched.profiler is not None and watched.profiler.kineto_results is not None
+    events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    return most, found

@@ -2,6 +2,10 @@
 
     python -m benchmarks overhead                 print the table
     python -m benchmarks overhead --output F      and write it to a Markdown file
+    python -m benchmarks overhead --only curvature --cpu-time
+
+The last one measures the passes only, in CPU time, which other processes on the machine change less, and prints the
+most memory that is allocated at once during a pass over one batch.
 
 One thread; medians over interleaved rounds, so that a temporary slowdown of the machine affects all cases alike.
 """
@@ -10,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -19,7 +23,7 @@ from torch import Tensor, nn
 
 import common
 import limpet
-from common import versions_text
+from common import peak, versions_text
 from limpet.curvature import Fisher, FisherPass, Structure
 from limpet.forgetting.measurement import measure as measure_curve
 from limpet.model import discover
@@ -39,6 +43,7 @@ BOUNDS = {
     "LoRA of rank 8, 1536 x 1536: gradient of the penalty, of the dense one": 0.2,
 }
 Batches = list[tuple[Tensor, Tensor]]
+clock = time.perf_counter
 
 
 def mlp() -> nn.Module:
@@ -60,20 +65,37 @@ def data(*shape: int, batches: int = BATCHES) -> Batches:
 
 
 def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """The seconds of every case in every round, after one round to warm up."""
+    """The seconds, by `clock`, of every case in every round, after one round to warm up."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(rounds + 1):
         for name, case in cases.items():
-            start = time.perf_counter()
+            start = clock()
             case()
             if number:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     return times
 
 
 def ratio(times: dict[str, list[float]], name: str) -> float:
     """The median over rounds of a case's time against the bare one's of the same round."""
     return statistics.median(a / b for a, b in zip(times[name], times["bare"], strict=True))
+
+
+def one_pass(model: nn.Module, batches: Batches, fisher: str) -> Callable[[], object]:
+    """A whole curvature pass over the batches, to be called."""
+    structure, likelihood = Structure("kronecker", 4096), limpet.Categorical()
+    return lambda: FisherPass(model, discover(model), likelihood, structure, fisher=fisher).run(batches, progress=False)
+
+
+def peaks() -> str:
+    """The most memory that is allocated at once during a pass over one batch, after a first one."""
+    found = []
+    for label, model, batches in (("MLP", mlp(), data(784, batches=1)), ("LeNet", lenet(), data(3, 32, 32, batches=1))):
+        for fisher in ("sampled", "exact"):
+            run = one_pass(model, batches, fisher)
+            run()
+            found.append(f"{label}, {fisher}: {peak(run)[0] / 1e6:.1f} MB")
+    return f"Peak of a pass over one batch of {BATCH}: {'; '.join(found)}."
 
 
 def curvature(label: str, model: nn.Module, batches: Batches, rounds: int) -> dict[str, float]:
@@ -84,15 +106,8 @@ def curvature(label: str, model: nn.Module, batches: Batches, rounds: int) -> di
             model.zero_grad()
             torch.autograd.backward(F.cross_entropy(model(x), y))
 
-    def measure(fisher: str) -> Callable[[], None]:
-        structure, likelihood = Structure("kronecker", 4096), limpet.Categorical()
-
-        def run() -> None:
-            FisherPass(model, discover(model), likelihood, structure, fisher=fisher).run(batches, progress=False)
-
-        return run
-
-    times = interleaved({"bare": bare, "sampled": measure("sampled"), "exact": measure("exact")}, rounds)
+    runs = {fisher: one_pass(model, batches, fisher) for fisher in ("sampled", "exact")}
+    times = interleaved({"bare": bare, **runs}, rounds)
     return {f"{label}: curvature pass, {kind}": ratio(times, kind) for kind in ("sampled", "exact")}
 
 
@@ -184,17 +199,25 @@ def adapters(rounds: int, side: int = 1536, rank: int = 8) -> dict[str, float]:
     return {what: ratio(times, "thin")}
 
 
-def measure(rounds: int) -> dict[str, float]:
-    """All ratios."""
+def both(part: Callable[[str, nn.Module, Batches, int], dict[str, float]], rounds: int) -> dict[str, float]:
+    """The ratios of both networks."""
+    found = part("MLP", mlp(), data(784), rounds)
+    return found | part("LeNet", lenet(), data(3, 32, 32, batches=4), max(rounds // 2, 3))
+
+
+PARTS: dict[str, Callable[[int], dict[str, float]]] = {
+    "curvature": lambda rounds: both(curvature, rounds),
+    "curve": lambda rounds: both(curve, rounds),
+    "steps": lambda rounds: steps("MLP", mlp(), data(784), rounds),
+    "adapters": adapters,
+}
+
+
+def measure(rounds: int, parts: Iterable[str] = tuple(PARTS)) -> dict[str, float]:
+    """All ratios, or those of some parts."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    found = curvature("MLP", mlp(), data(784), rounds)
-    found |= curvature("LeNet", lenet(), data(3, 32, 32, batches=4), max(rounds // 2, 3))
-    found |= curve("MLP", mlp(), data(784), rounds)
-    found |= curve("LeNet", lenet(), data(3, 32, 32, batches=4), max(rounds // 2, 3))
-    found |= steps("MLP", mlp(), data(784), rounds)
-    found |= adapters(rounds)
-    return found
+    return {name: value for part in parts for name, value in PARTS[part](rounds).items()}
 
 
 def table(found: dict[str, float], rounds: int) -> str:
@@ -208,13 +231,20 @@ def table(found: dict[str, float], rounds: int) -> str:
 
 def main() -> None:
     """Measure and print."""
+    global clock
     parser = common.parser(__doc__)
+    parser.add_argument("--only", choices=PARTS, help="measure one part")
+    parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--output", type=Path)
     options = common.parse(parser)
     start = time.perf_counter()
-    text = table(measure(options.rounds), options.rounds)
+    if options.cpu_time:
+        clock = time.process_time
+    text = table(measure(options.rounds, [options.only] if options.only else PARTS), options.rounds)
     print(text)
+    if options.only == "curvature":
+        print(peaks())
     if options.output:
         command = f"python -m benchmarks overhead --rounds {options.rounds} --output {options.output.as_posix()}"
         wall = time.perf_counter() - start

@@ -26,11 +26,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 import common
-from common import versions
+from common import peak, versions
 from overhead import lenet, mlp
 from peer_cases import CASES, Case, dense_fisher, own_forms
 from peer_libraries import PEERS, Batches, MisfitError, Peer, installed, places
@@ -95,19 +94,6 @@ def bare(model: nn.Module, batches: Batches) -> None:
     for x, y in batches:
         model.zero_grad()
         torch.autograd.backward(F.cross_entropy(model(x), y))
-
-
-def peak(run: Callable[[], object]) -> tuple[int, Any]:
-    """The most bytes that were allocated at once during a call, and what it gave."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        found = run()
-    assert watched.profiler is not None and watched.profiler.kineto_results is not None
-    events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        most = max(most, live)
-    return most, found
 
 
 def seconds(run: Callable[[], object]) -> float:

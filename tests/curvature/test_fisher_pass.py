@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -514,11 +515,12 @@ def test_layers_that_read_the_same_input_have_one_factor_made_for_them(
     x, y = torch.randn(8, 5, 6, dtype=torch.float64), torch.randint(0, 4, (8,))
     made: list[tuple[int, ...]] = []
 
-    def counted(total: Matrix, rows: Tensor, *, ones: bool, diagonal: bool) -> None:
+    def counted(total: Matrix, parts: Iterable[Tensor], *, ones: bool, diagonal: bool) -> None:
+        (rows,) = parts
         made.append(tuple(rows.shape))
         add_gram(total, rows, ones=ones, diagonal=diagonal)
 
-    monkeypatch.setattr(shared_inputs, "add_gram", counted)
+    monkeypatch.setattr(shared_inputs, "add_grams", counted)
     shared = measure(
         model, [(x, y), (x[:7], y[:7])], CATEGORICAL, "kronecker", fisher="exact", max_factor_size=max_factor_size
     )

@@ -1,11 +1,13 @@
-"""The searches for a number at which a measurement crosses a level."""
+"""Numerical routines: whether all numbers are finite, and the searches for a number at which a measurement crosses a
+level."""
 
 import math
 from collections.abc import Callable
 
 import pytest
+import torch
 
-from limpet.precision.linalg import bisected, falls_to
+from limpet.precision.linalg import all_finite, bisected, falls_to
 
 FURTHEST, CLOSE = math.log(1e4), 0.05
 FALLING: dict[str, Callable[[float], float]] = {
@@ -40,3 +42,13 @@ def test_the_secant_finds_what_bisection_finds(name: str, level: float) -> None:
 
 def test_a_level_of_zero_is_searched_to_the_end() -> None:
     assert falls_to(lambda s: 1 / s, 0.0, furthest=FURTHEST, close=CLOSE) == pytest.approx((1e4, 1e-4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_finite_numbers_are_told_from_others(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    assert all_finite(torch.zeros(0, dtype=dtype))
+    assert all_finite(torch.full((3, 5), largest, dtype=dtype))  # although their sum is inf
+    assert all_finite(torch.tensor([largest, largest, -largest], dtype=dtype))
+    for wrong in ([torch.inf], [-torch.inf, 1], [torch.nan, 0], [torch.inf, -torch.inf], [largest, largest, torch.inf]):
+        assert not all_finite(torch.tensor(wrong, dtype=dtype))

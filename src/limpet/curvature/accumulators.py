@@ -7,15 +7,15 @@ all-reduce.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from limpet.curvature.gram import add_gram, mirrored
+from limpet.curvature.gram import add_gram, add_grams, mirror_
 from limpet.errors import UnsupportedError
-from limpet.layers import Call, Embedding, MatrixLayer, example_gradients, squared_gradients
-from limpet.layers.base import CHUNK
+from limpet.layers import Call, Embedding, Layer, MatrixLayer, example_gradients, squared_gradients
+from limpet.layers.base import CHUNK, flat_parts
 from limpet.model.blocks import Block
 from limpet.precision import DenseTerm, DiagonalTerm, KroneckerTerm, Matrix, Term
 from limpet.precision.block_diagonal import Side, find, joined, named, pieces
@@ -101,6 +101,7 @@ class KroneckerAccumulator(Accumulator):
         self.diagonal = {"in": inputs_diagonal, "out": outputs_diagonal}
         self.sizes = {"in": inputs_sizes or (in_,), "out": outputs_sizes or (out,)}
         self.sketches = sketches or {}
+        self.uses = {id(layer): block.use(layer) for layer in block.layers}
         self.data: dict[str, Matrix | Sketch] = {}
         self.gradients: dict[str, Matrix | Sketch] = {}
         self.count: dict[str, int] = {}
@@ -118,7 +119,7 @@ class KroneckerAccumulator(Accumulator):
     def add_data(self, calls: Sequence[Call]) -> None:
         """Add the inputs of each call to its input factor."""
         for call in calls:
-            layer, use = call.layer, self.block.use(call.layer)
+            layer, use = call.layer, self.uses[id(call.layer)]
             side = "out" if layer.data_left else "in"
             diagonal = self.diagonal[side] or layer.data_one_hot
             total = self._side(self.data, use, side, diagonal=diagonal)
@@ -128,12 +129,13 @@ class KroneckerAccumulator(Accumulator):
                 seen = int(counts.sum())
             else:
                 ones = isinstance(layer, MatrixLayer) and layer.has_bias
-                rows = call.data.flatten(-3, -2)
+                parts: Iterable[Tensor] = _real_rows(call, layer)
+                seen = layer.row_count(call)
                 if call.real is not None:
-                    rows = rows[call.real.flatten()]
-                add = add_gram if call.same_input is None else call.same_input.add_to
-                add(total, rows, ones=ones, diagonal=diagonal)
-                seen = rows.shape[-2]
+                    parts = list(parts)
+                    seen = sum(rows.shape[-2] for rows in parts)
+                add = add_grams if call.same_input is None else call.same_input.add_to
+                add(total, parts, ones=ones, diagonal=diagonal)
             self.count[use] = self.count.get(use, 0) + seen
 
     def add_gradients(self, calls: Sequence[Call]) -> None:
@@ -141,8 +143,8 @@ class KroneckerAccumulator(Accumulator):
         for call in calls:
             side = "in" if call.layer.data_left else "out"
             gradient = call.layer.gradient_rows(call)
-            total = self._side(self.gradients, self.block.use(call.layer), side, diagonal=self.diagonal[side])
-            add_gram(total, gradient.flatten(-3, -2), ones=False, diagonal=self.diagonal[side])
+            total = self._side(self.gradients, self.uses[id(call.layer)], side, diagonal=self.diagonal[side])
+            add_grams(total, flat_parts(gradient), ones=False, diagonal=self.diagonal[side])
 
     def fewer_inputs_than_side(self) -> bool:
         """Whether an input factor is a matrix with fewer inputs (examples times positions) than rows.
@@ -269,7 +271,7 @@ class DenseAccumulator(Accumulator):
 
     def terms(self, scale: float) -> list[Term]:
         """Return the dense term."""
-        return [DenseTerm(mirrored(self.matrix) * scale)]
+        return [DenseTerm(mirror_(self.matrix) * scale)]
 
     def sums(self) -> dict[str, Tensor]:
         """Return the sum of outer products."""
@@ -280,8 +282,16 @@ class DenseAccumulator(Accumulator):
         self.matrix = sums["matrix"].to(self.device)
 
 
+def _real_rows(call: Call, layer: Layer) -> Iterator[Tensor]:
+    """Yield the rows of the data of a call without those of padding, in parts."""
+    parts = layer.parts(call) if isinstance(layer, MatrixLayer) else [(slice(None), call.data)]
+    for examples, data in parts:
+        rows = data.flatten(-3, -2)
+        yield rows if call.real is None else rows[call.real[examples].flatten()]
+
+
 def _finished(total: Matrix | Sketch, diagonal: bool, scale: float) -> Side:
     """Return `scale` times the factor of a sum, whose tensors may be changed: with the triangles left out before."""
     if isinstance(total, Sketch):
         return total.recovered() * scale
-    return total * scale if diagonal else joined([mirrored(piece).mul_(scale) for piece in pieces(total)])
+    return total * scale if diagonal else joined([mirror_(piece).mul_(scale) for piece in pieces(total)])

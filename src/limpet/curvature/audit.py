@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from limpet.curvature.hooks import Recorder
 from limpet.errors import CurvatureError
-from limpet.layers import Call
+from limpet.layers import Call, MatrixLayer
 from limpet.likelihoods import as_tensors
 from limpet.model.batch import Forward, batch_size, call, part
 from limpet.model.blocks import Block
-from limpet.precision.linalg import widened
+from limpet.precision.linalg import all_finite, widened
 
 ROUNDING = {torch.float64: (1e-8, 1e-13), torch.float32: (1e-3, 1e-6)}
 HALF_ROUNDING = (5e-2, 5e-3)
@@ -131,7 +131,7 @@ def _accounted_for(
         for name, gradient in zip(block.parameters, given, strict=True)
     ]
     expected = widened(block.matrix(dense))
-    if not bool(torch.isfinite(expected).all()):
+    if not all_finite(expected):
         raise CurvatureError(f"the gradient of {block.name} contains inf or nan: check the data and the weights")
     calls = [each for each in recorder.calls.get(block.name, []) if each.gradient is not None]
     recorded, summands = torch.zeros_like(expected), 0.0
@@ -148,8 +148,13 @@ def _accounted_for(
 
 
 def _size(each: Call) -> float:
-    data = each.data.float().norm() if each.data.is_floating_point() else torch.ones(())
-    return float(data) * float(each.gradient.norm()) if each.gradient is not None else 0.0
+    if each.gradient is None:
+        return 0.0
+    if not isinstance(each.layer, MatrixLayer):
+        data = each.data.float().norm() if each.data.is_floating_point() else torch.ones(())
+    else:
+        data = torch.stack([part.float().norm() for _, part in each.layer.parts(each)]).norm()
+    return float(data) * float(each.gradient.norm())
 
 
 def not_by_example(

@@ -26,6 +26,7 @@ from limpet.model.blocks import Block
 from limpet.model.names import named_parameters
 from limpet.model.own_loss import check_own_loss, has_own_loss
 from limpet.model.unsharded import UnshardedParameters
+from limpet.precision.linalg import all_finite
 
 FISHERS = ("auto", "exact", "sampled", "empirical")
 EXACT_UP_TO = 16
@@ -147,10 +148,12 @@ class BatchStep:
             self._reject_nonfinite(tensors)
             if self.generator is None:
                 self._begin(outputs, tensors)
-            if self._examine(batch, tensors):
-                outputs, targets = self._run(batch)
-                tensors = as_tensors(outputs)
-            self.audited.add(self._pattern(tensors))
+            pattern = self._pattern(tensors)
+            if self._on_any_rank(pattern not in self.audited):
+                if self._examine(batch, tensors):
+                    outputs, targets = self._run(batch)
+                    tensors = as_tensors(outputs)
+                self.audited.add(self._pattern(tensors))
             self._mark_padding(batch)
             self._accumulate(batch, outputs, targets, tensors)
         self.recorder.clear()
@@ -164,7 +167,7 @@ class BatchStep:
             check_own_loss(self.model, batch, self.likelihood)
 
     def _reject_nonfinite(self, outputs: tuple[Tensor, ...]) -> None:
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in outputs):
+        if not all(map(all_finite, outputs)):
             raise CurvatureError("the model's outputs contain inf or nan: check the data and the weights")
 
     def _count(self, rows: int, outputs: Any, targets: Any) -> None:
@@ -200,25 +203,16 @@ class BatchStep:
             return call(self.model, batch, self.forward)
 
     def _examine(self, batch: Any, tensors: tuple[Tensor, ...]) -> bool:
-        """Audit the first batch, and every later one in which the layers are called differently.
+        """Audit a batch, the first one or one in which the layers are called differently.
 
         Returns:
             Whether the batch has to be run again, because other blocks are recorded now.
         """
-        if not self._on_any_rank(self._pattern(tensors) not in self.audited):
-            return False
         wrong, used = unseen(self.blocks, self.recorder, self.live, tensors)
         self.used |= used
         needs_examples = {b.name for b in self.blocks if not self.structure.of(b).startswith("kronecker")}
         wrong |= not_by_example(
-            self.blocks,
-            needs_examples,
-            self.recorder,
-            self.model,
-            batch,
-            self.forward,
-            tensors,
-            self._on_any_rank,
+            self.blocks, needs_examples, self.recorder, self.model, batch, self.forward, tensors, self._on_any_rank
         )
         wrong = self._of_all_ranks(wrong & {block.name for block in self.blocks if block.layers})
         again = self._record_by_example(batch, tensors, wrong)

@@ -76,7 +76,7 @@ class Recorder:
             with torch.no_grad():
                 for name, layer in users:
                     try:
-                        call = Call(layer, layer.read(x.detach()))
+                        call = Call(layer, x.detach())
                     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
                         self.unreadable.add(name)  # e.g. a subclass with other inputs
                         continue
@@ -98,7 +98,7 @@ class Recorder:
             if self._on and self._examples and name in self.broadcast:
                 original.append(parameters[local])
                 parameters[local] = every = original[-1].expand(self._examples, *original[-1].shape[1:])
-                self.calls.setdefault(name, []).append(call := Call(layer, layer.read(every.detach())))
+                self.calls.setdefault(name, []).append(call := Call(layer, every.detach()))
                 self.edges.append(get_gradient_edge(every))
                 self._at_edge.append(call)
 

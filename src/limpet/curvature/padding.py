@@ -72,13 +72,15 @@ class Padding:
             calls: The calls of every block.
             decoding: Which of them see the sequence of the decoder; used only if the masks are `unclear`.
         """
+        if self.inputs is None and self.decoder is None:
+            return
         unclear = self.unclear
         for name, some in calls.items():
             for i, each in enumerate(some):
                 masks = (self.inputs, self.decoder)
                 if unclear:
                     masks = (self.decoder if decoding[name][i] else self.inputs, None)
-                shape = each.data.shape[:2] if each.data.dim() <= 3 else None
+                shape = each.shape[:2] if len(each.shape) <= 3 else None
                 each.real = next((mask for mask in masks if mask is not None and mask.shape == shape), None)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from limpet.curvature.gram import add_gram
+from limpet.curvature.gram import add_grams
 from limpet.layers import Call, MatrixLayer
 from limpet.precision import Matrix
 from limpet.precision.block_diagonal import joined, pieces
@@ -33,27 +33,27 @@ class SameInput:
         self.readers = readers
         self._made: dict[object, Matrix | Sketch] = {}
 
-    def add_to(self, total: Matrix | Sketch, rows: Tensor, *, ones: bool, diagonal: bool) -> None:
-        """Add rows^T rows to `total` like `add_gram`, using the cached matrix if there is one.
+    def add_to(self, total: Matrix | Sketch, parts: Iterable[Tensor], *, ones: bool, diagonal: bool) -> None:
+        """Add rows^T rows to `total` like `add_grams`, using the cached matrix if there is one.
 
         Args:
             total: The matrix to add to.
-            rows: The rows of the input, the same in every call.
+            parts: The rows of the input, the same in every call.
             ones: Whether to append a column of ones to `rows`.
             diagonal: Whether `total` is a diagonal.
         """
-        parts = _tensors(total)
-        key = tuple(part.shape for part in parts)  # for a given input, the shapes determine `ones` and `diagonal`
+        totals = _tensors(total)
+        key = tuple(each.shape for each in totals)  # for a given input, the shapes determine `ones` and `diagonal`
         self.readers -= 1
         if key not in self._made:
             if not self.readers:
-                add_gram(total, rows, ones=ones, diagonal=diagonal)
+                add_grams(total, parts, ones=ones, diagonal=diagonal)
                 return
-            zeros = [torch.zeros_like(part) for part in parts]
+            zeros = [torch.zeros_like(each) for each in totals]
             self._made[key] = Sketch(*zeros) if isinstance(total, Sketch) else joined(zeros)
-            add_gram(self._made[key], rows, ones=ones, diagonal=diagonal)
-        for part, made in zip(parts, _tensors(self._made[key]), strict=True):
-            part += made
+            add_grams(self._made[key], parts, ones=ones, diagonal=diagonal)
+        for each, made in zip(totals, _tensors(self._made[key]), strict=True):
+            each += made
         if not self.readers:
             self._made.clear()
 
@@ -67,9 +67,8 @@ def find_same_inputs(calls: Iterable[Call]) -> None:
     """Find the calls that read the same input, and let them share one `SameInput`."""
     readers: dict[object, list[Call]] = defaultdict(list)
     for call in calls:
-        data = call.data
-        if isinstance(call.layer, MatrixLayer) and data.numel() >= FEWEST_ROWS * data.shape[-1] > 0:
-            readers[data.data_ptr(), data.shape, data.stride(), data.dtype].append(call)
+        if isinstance(call.layer, MatrixLayer) and call.shape.numel() >= FEWEST_ROWS * call.shape[-1] > 0:
+            readers[call.layer.input_key(call)].append(call)
     for some in readers.values():
         if len(some) > 1:
             shared = SameInput(len(some))

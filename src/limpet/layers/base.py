@@ -10,8 +10,9 @@ backward pass (the gradient).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,12 @@ from limpet.errors import CurvatureError
 CHUNK = 1 << 24
 """Maximum number of elements of the per-sample gradients that are computed at once."""
 
+ROWS_AT_ONCE = {"cpu": 1 << 19}
+"""Maximum number of elements of rows that are copied at once, by type of device; `CHUNK` if it is not listed.
+
+On a CPU the copy then stays in the cache until the product with it is computed.
+"""
+
 
 @dataclass
 class Call:
@@ -29,19 +36,34 @@ class Call:
 
     Attributes:
         layer: The layer of the module.
-        data: The input of the module, as returned by `Layer.read`.
+        x: The input of the module.
         gradient: The output gradient, as returned by `Layer.read_gradient`; None before the backward pass.
         dtype: Dtype in which the output gradient arrived.
         real: Mask of shape (examples, positions) that is False at padding; None if there is no padding.
         same_input: Input factor shared with other calls that read the same tensor.
+        shape: Shape of the data.
     """
 
     layer: Layer
-    data: Tensor
+    x: Tensor
     gradient: Tensor | None = None
     dtype: torch.dtype = torch.float32
     real: Tensor | None = None
     same_input: Any = None
+    shape: torch.Size = field(init=False)
+    _data: Tensor | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.layer.in_parts:
+            self.shape = self.layer.shape(self.x)
+        else:
+            self._data = self.layer.read(self.x)
+            self.shape = self._data.shape
+
+    @property
+    def data(self) -> Tensor:
+        """The input of the module, as returned by `Layer.read`."""
+        return self.layer.read(self.x) if self._data is None else self._data
 
 
 class Layer(ABC):
@@ -62,6 +84,8 @@ class Layer(ABC):
     """Whether the data are the left rows (embedding) rather than the right ones."""
     data_one_hot: ClassVar[bool] = False
     """Whether the data are indices of one-hot vectors, so that their Kronecker factor is diagonal."""
+    in_parts: ClassVar[bool] = False
+    """Whether the data are much larger than the input, so that they are read in parts and never kept."""
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         self.module: Any = module
@@ -95,6 +119,15 @@ class Layer(ABC):
             A tensor of shape (..., examples, positions, features), or another form that the layer uses.
         """
 
+    def shape(self, x: Tensor) -> torch.Size:
+        """Return the shape of the data for an input of the module, without reading them if the layer is `in_parts`."""
+        return self.read(x).shape
+
+    def input_key(self, call: Call) -> tuple[object, ...]:
+        """Return a key that two calls have in common only if they have the same data, in the same memory."""
+        data = call.data
+        return data.data_ptr(), data.shape, data.stride(), data.dtype
+
     @abstractmethod
     def read_gradient(self, g: Tensor) -> Tensor:
         """Convert the output gradient of the module to rows.
@@ -124,7 +157,7 @@ class Layer(ABC):
 
     def row_count(self, call: Call) -> int:
         """Return the number of rows of the call: examples times positions."""
-        return call.data.shape[-3] * call.data.shape[-2]
+        return call.shape[-3] * call.shape[-2]
 
     def gradient_rows(self, call: Call) -> Tensor:
         """Return the output gradients that reach the weights, of shape (..., examples, positions, features)."""
@@ -178,21 +211,44 @@ class MatrixLayer(Layer):
 
     def example_count(self, call: Call) -> int:
         """Return the number of examples of the call."""
-        return call.data.shape[-3]
+        return call.shape[-3]
+
+    def read_examples(self, call: Call, examples: slice) -> Tensor:
+        """Return the data of some examples of a call."""
+        return call.data[..., examples, :, :]
+
+    def parts(self, call: Call) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the data of a call, in parts if the layer is read `in_parts`.
+
+        Args:
+            call: A call.
+
+        Yields:
+            The examples of each part, and their data.
+        """
+        if not self.in_parts:
+            yield slice(None), call.data
+            return
+        for examples in slices(call.shape[-3], call.shape.numel(), call.x.device):
+            yield examples, self.read_examples(call, examples)
 
     def example_gradients(self, call: Call, examples: slice) -> Tensor:
         """Compute per-sample gradients of shape (examples, *block)."""
-        g, a = _output_gradient(call)[..., examples, :, :], call.data[..., examples, :, :]
+        g, a = _output_gradient(call)[..., examples, :, :], self.read_examples(call, examples)
         product = g.mT @ a.to(g.dtype)
         if self.has_bias:
             product = torch.cat([product, g.sum(-2).unsqueeze(-1)], -1)
         return product.movedim(-3, 0)
 
     def total_gradient(self, call: Call) -> Tensor:
-        """Compute the gradient summed over all examples in one matrix product."""
-        g = _output_gradient(call).flatten(-3, -2)
-        product = g.mT @ call.data.flatten(-3, -2).to(g.dtype)
-        return torch.cat([product, g.sum(-2).unsqueeze(-1)], -1) if self.has_bias else product
+        """Compute the gradient summed over all examples, in one matrix product for each part of the data."""
+        g = _output_gradient(call)
+        products = (
+            g[..., examples, :, :].flatten(-3, -2).mT @ data.flatten(-3, -2).to(g.dtype)
+            for examples, data in self.parts(call)
+        )
+        product = reduce(Tensor.add_, products)
+        return torch.cat([product, g.sum((-3, -2)).unsqueeze(-1)], -1) if self.has_bias else product
 
     def squares(self, call: Call) -> Tensor | None:
         """Compute the sum of the squared per-sample gradients if every example has a single position."""
@@ -211,6 +267,39 @@ def _output_gradient(call: Call) -> Tensor:
     if call.gradient is None:
         raise CurvatureError("this layer has no output gradient yet: run the backward pass first")
     return call.gradient
+
+
+def slices(examples: int, elements: int, device: torch.device) -> Iterator[slice]:
+    """Yield slices of the examples of a tensor that may be copied at once.
+
+    Args:
+        examples: Number of examples of the tensor.
+        elements: Number of elements of the whole tensor.
+        device: Device of the tensor.
+
+    Yields:
+        The slices; a single one if the tensor is small or empty.
+    """
+    step = max(1, examples * ROWS_AT_ONCE.get(device.type, CHUNK) // max(elements, 1))
+    for start in range(0, max(examples, 1), step):
+        yield slice(start, start + step)
+
+
+def flat_parts(rows: Tensor) -> Iterator[Tensor]:
+    """Merge the examples and positions of rows, in parts if the rows have to be copied for that.
+
+    Args:
+        rows: Tensor of shape (..., examples, positions, width).
+
+    Yields:
+        Tensors of shape (..., rows, width).
+    """
+    *_, examples, positions, _ = rows.shape
+    if positions == 1 or examples == 1 or rows.stride(-3) == positions * rows.stride(-2):
+        yield rows.flatten(-3, -2)
+        return
+    for some in slices(examples, rows.numel(), rows.device):
+        yield rows[..., some, :, :].flatten(-3, -2)
 
 
 def example_gradients(calls: Sequence[Call], examples: slice) -> Tensor:

@@ -6,10 +6,13 @@ convolution layers". Every group is a sub-block.
 
 from __future__ import annotations
 
+import math
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from limpet.layers.base import MatrixLayer
+from limpet.layers.base import Call, MatrixLayer
 
 
 class Convolution(MatrixLayer):
@@ -23,6 +26,7 @@ class Convolution(MatrixLayer):
     """
 
     kind = "convolution"
+    in_parts = True
     modules = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
     @property
@@ -33,8 +37,28 @@ class Convolution(MatrixLayer):
 
     def read(self, x: Tensor) -> Tensor:
         """Return the input patches of shape ([groups,] examples, positions, in / groups * kernel)."""
-        patches = unfold(self._batched(x), self.module)
-        return self._weight_columns(patches)
+        return self._weight_columns(unfold(self._batched(x), self.module))
+
+    def read_examples(self, call: Call, examples: slice) -> Tensor:
+        """Return the patches of some examples of a call."""
+        return self.read(self._batched(call.x)[examples])
+
+    def shape(self, x: Tensor) -> torch.Size:
+        """Return the shape of the patches, without extracting them."""
+        x, conv = self._batched(x), self.module
+        if x.dim() != len(conv.kernel_size) + 2 or x.shape[1] != conv.in_channels:
+            raise ValueError(f"a convolution of {conv.in_channels} channels cannot read the shape {tuple(x.shape)}")
+        added = conv._reversed_padding_repeated_twice[::-1]
+        sizes = zip(x.shape[2:], added[::2], added[1::2], conv.kernel_size, conv.stride, conv.dilation, strict=True)
+        positions = math.prod((size + a + b - d * (k - 1) - 1) // s + 1 for size, a, b, k, s, d in sizes)
+        width = conv.in_channels // conv.groups * math.prod(conv.kernel_size) if "weight" in self.names else 0
+        return torch.Size((*self.rows[:-1], x.shape[0], positions, width))
+
+    def input_key(self, call: Call) -> tuple[object, ...]:
+        """Return what determines the patches of a call: its input and the geometry of the convolution."""
+        x, conv = call.x, self.module
+        geometry = (conv.kernel_size, conv.stride, conv.dilation, conv.padding, conv.padding_mode, conv.groups)
+        return x.data_ptr(), x.shape, x.stride(), x.dtype, geometry, "weight" in self.names
 
     def read_gradient(self, g: Tensor) -> Tensor:
         """Return the output gradient of shape ([groups,] examples, positions, out)."""
@@ -71,6 +95,7 @@ def unfold(x: Tensor, module: nn.Module) -> Tensor:
     x = x.reshape(x.shape[0], conv.groups, x.shape[1] // conv.groups, *x.shape[2:])
     positions = range(3, 3 + spatial)
     kernel = range(3 + spatial, 3 + 2 * spatial)
-    x = x.permute(1, 0, *positions, 2, *kernel)
-    x = x.flatten(2 + spatial).flatten(2, 1 + spatial)
+    # features first in memory: whole rows of the image are copied at once, and products over all rows need no copy
+    x = x.permute(1, 2, *kernel, 0, *positions)
+    x = x.flatten(1, 1 + spatial).flatten(3).permute(0, 2, 3, 1)
     return x.squeeze(0) if conv.groups == 1 else x

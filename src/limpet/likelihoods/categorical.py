@@ -57,8 +57,8 @@ class Categorical(Likelihood):
             )
         return logits.movedim(self.class_dim, -1)
 
-    def _check(self, logits: Tensor, targets: Any) -> Tensor | None:
-        """Return the targets as valid class indices on the device of the logits; None if there are no targets."""
+    def _labels(self, logits: Tensor, targets: Any) -> Tensor | None:
+        """Return the targets as integers on the device of the logits; None if there are no targets."""
         if targets is None:
             return None
         if not isinstance(targets, Tensor) or targets.shape != logits.shape[:-1]:
@@ -71,6 +71,13 @@ class Categorical(Likelihood):
         labels = targets.to(logits.device)
         if labels.is_floating_point() or labels.dtype == torch.bool:
             raise UnsupportedError(f"targets of dtype {labels.dtype} are not class indices: pass targets.long()")
+        return labels
+
+    def _check(self, logits: Tensor, targets: Any) -> Tensor | None:
+        """Return the targets as valid class indices on the device of the logits; None if there are no targets."""
+        labels = self._labels(logits, targets)
+        if labels is None:
+            return None
         wrong = (labels != self.ignore_index) & ((labels < 0) | (labels >= logits.shape[-1]))
         if bool(wrong.any()):
             raise UnsupportedError(
@@ -149,7 +156,7 @@ class Categorical(Likelihood):
         root = logits.softmax(-1)
         drawn = self._drawn(root, generator).unsqueeze(-1)
         root.scatter_add_(-1, drawn, torch.full_like(drawn, -1, dtype=root.dtype))
-        return self._out(root, outputs, self._check(logits, targets))
+        return self._out(root, outputs, self._labels(logits, targets))  # where they are ignored; none is used as index
 
     def root_count(self, outputs: Outputs) -> int | None:
         """Return classes - 1 (at least 1), or None for one output per position."""

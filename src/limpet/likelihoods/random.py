@@ -10,10 +10,20 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 BITS = 24
+
+HASHED_AT_ONCE = 1 << 16
+"""Number of elements that are converted at once on a CPU, so that they stay in its cache."""
+
+_MIXING = tuple(
+    (np.array(shift, np.uint64), np.array(factor, np.uint64))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+)
+_LAST_SHIFT = np.array(31, np.uint64)
 
 
 class PerExampleRNG:
@@ -39,7 +49,7 @@ class PerExampleRNG:
         Returns:
             The streams, in the order of the rows.
         """
-        seeds = int(_mixed(torch.tensor(seed))) + _digest(tensors[0])
+        seeds = _digest(tensors[0]) + _mixed_number(seed)
         for tensor in tensors[1:]:
             seeds = _mixed(seeds) + _digest(tensor).to(seeds.device)
         seeds = _mixed(seeds)
@@ -143,9 +153,22 @@ def _digest(tensor: Tensor) -> Tensor:
     if flat.is_floating_point():
         kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         flat = flat.contiguous().view(kinds[flat.element_size()])
-    weights = (_mixed_range(1, flat.shape[1] + 1) | 1).to(flat.device)
-    wide = flat.to(torch.int64)
-    return wide @ weights if wide.device.type == "cpu" else (wide * weights).sum(1)
+    weights = _odd_weights(flat.shape[1]).to(flat.device)
+    if flat.device.type != "cpu":
+        return (flat.to(torch.int64) * weights).sum(1)
+    some = max(1, HASHED_AT_ONCE // max(flat.shape[1], 1))
+    found = [rows.to(torch.int64) @ weights for rows in torch.split(flat, some)]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+@lru_cache(maxsize=4)
+def _odd_weights(count: int) -> Tensor:
+    return _mixed_range(1, count + 1) | 1
+
+
+@lru_cache(maxsize=4)
+def _mixed_number(number: int) -> int:
+    return int(_mixed(torch.tensor(number)))
 
 
 @lru_cache(maxsize=4)
@@ -155,6 +178,14 @@ def _mixed_range(start: int, stop: int) -> Tensor:
 
 def _mixed(x: Tensor) -> Tensor:
     """Apply the finaliser of SplitMix64 (Steele, Lea and Flood 2014) in wrapping integer arithmetic."""
+    if x.device.type == "cpu" and x.dim():  # numpy starts an operation faster, and a batch has few numbers
+        y = x.numpy().view(np.uint64)
+        for shift, factor in _MIXING:
+            shifted = y >> shift
+            shifted ^= y
+            shifted *= factor
+            y = shifted
+        return torch.from_numpy((y ^ (y >> _LAST_SHIFT)).view(np.int64))
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * -4658895280553007687
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * -7723592293110705685
     return x ^ ((x >> 31) & ((1 << 33) - 1))

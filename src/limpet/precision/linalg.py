@@ -23,6 +23,21 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float64)
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """Return whether all entries are finite.
+
+    The sum of a tensor, which takes one pass over it and no room, is finite only if all its entries are. It can also
+    overflow, so the entries are looked at one by one if it is not.
+
+    Args:
+        tensor: The tensor.
+
+    Returns:
+        Whether no entry is inf or nan.
+    """
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
 def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the eigendecomposition of positive semi-definite matrices.
 

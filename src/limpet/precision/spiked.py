@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from limpet.precision.linalg import symmetric_eigen, widened
+from limpet.precision.linalg import all_finite, symmetric_eigen, widened
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Spiked:
 
     def is_finite(self) -> bool:
         """Return whether all numbers are finite."""
-        return all(bool(torch.isfinite(tensor).all()) for tensor in (self.columns, self.weights, self.shift))
+        return all(map(all_finite, (self.columns, self.weights, self.shift)))
 
     def dense(self) -> Tensor:
         """Return the matrix with all its entries (..., n, n)."""

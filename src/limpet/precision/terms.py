@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from limpet.precision.block_diagonal import Side, diagonal, pieces
+from limpet.precision.linalg import all_finite
 from limpet.precision.spiked import Spiked
 
 
@@ -65,7 +66,7 @@ class KroneckerTerm:
     def is_finite(self) -> bool:
         """Return whether all entries are finite."""
         return all(
-            factor.is_finite() if isinstance(factor, Spiked) else all(map(_all_finite, pieces(factor)))
+            factor.is_finite() if isinstance(factor, Spiked) else all(map(all_finite, pieces(factor)))
             for factor in (self.inputs, self.outputs)
         )
 
@@ -94,7 +95,7 @@ class DiagonalTerm:
 
     def is_finite(self) -> bool:
         """Return whether all entries are finite."""
-        return _all_finite(self.diagonal)
+        return all_finite(self.diagonal)
 
 
 @dataclass(frozen=True)
@@ -121,11 +122,7 @@ class DenseTerm:
 
     def is_finite(self) -> bool:
         """Return whether all entries are finite."""
-        return _all_finite(self.matrix)
-
-
-def _all_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+        return all_finite(self.matrix)
 
 
 Term = KroneckerTerm | DiagonalTerm | DenseTerm
