@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,6 +171,7 @@ class Laplace(Memory):
             raise ValueError(f"fisher must be one of {', '.join(FISHERS)}, not {fisher!r}")
         self.smoothing = finite_number("smoothing", smoothing)
         self.privacy: tuple[Privacy | None, ...] = ()
+        self._off_center: frozenset[str] | None = None  # blocks that have the mean of before, until `_recenter`
         self.fisher, self.draws, self.seed = fisher, positive_whole("draws", draws), whole_number("seed", seed)
         super().__init__(
             model,
@@ -461,6 +463,7 @@ class Laplace(Memory):
         restoring = self._all_or_nothing() if current() is not None else nullcontext()
         with restoring, consolidating(self.posterior, self._settings, batches, arguments):
             yield
+        self._recenter()
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -480,6 +483,7 @@ class Laplace(Memory):
             "_proximal_state",
             "repair_mark",
             "_doubted",
+            "_off_center",
         )
         before = {name: getattr(self, name) for name in (*names, "_trained_with")}
         try:
@@ -521,22 +525,42 @@ class Laplace(Memory):
             )
 
     def _update(self, fishers: list[Fisher]) -> None:
-        """Update every block for which the newest task has curvature."""
-        weights = dict(self.posterior.weights())
+        """Update every block for which the newest task has curvature.
 
-        def updated(held: BlockPosterior) -> BlockPosterior:
-            if not fishers[-1].speaks_of(held.block):
-                return held
-            after = self._updated(held, fishers, held.matrix(weights).detach().clone())
-            check_strength(after, self._strength)
-            if self.posterior.sharding is not None:  # no longer needed: frees memory for the other blocks
-                for name in held.block.parameters:
-                    del weights[name]
-                for fisher in fishers:
-                    fisher.terms.pop(held.block.name, None)
-            return after
+        In a sharded model its sums are then freed, and it keeps its mean from before: see `_recenter`.
+        """
+        sharded, after = self.posterior.sharding is not None, dict[str, BlockPosterior]()
 
-        self.posterior.replace_all(updated)
+        def update(held: BlockPosterior, weights: Mapping[str, Tensor]) -> BlockPosterior:
+            mean = held.matrix(weights).detach()
+            mean = mean if sharded else mean.clone()
+            found = self._updated(held, fishers, mean)
+            check_strength(found, self._strength)
+            for fisher in fishers if sharded else ():
+                fisher.terms.pop(held.block.name, None)
+            return replace(found, mean=held.mean) if sharded else found
+
+        for blocks, weights in self.posterior.rounds():
+            for held in blocks:
+                if fishers[-1].speaks_of(held.block):
+                    after[held.block.name] = update(held, weights)
+        self.posterior.held = {**self.posterior.held, **after}
+        self._off_center = frozenset(after) if sharded else None
+
+    def _recenter(self) -> None:
+        """Replace the means of a sharded memory by the weights, once the update has succeeded on all ranks.
+
+        The means of before and the new ones are each as large as the weights: only one of them fits.
+        """
+        blocks, self._off_center = self._off_center, None
+        if blocks is None:
+            return
+        try:
+            with together("consolidate", current()), full_precision(), torch.inference_mode(False):
+                self.posterior.recenter(blocks)
+        except BaseException:
+            self.posterior.inconsistent = True
+            raise
 
     def _curves(self, number: int, posterior: Posterior, newest: Fisher, forward: Forward | None) -> Curves:
         """Measure how the loss of the newest task, task `number`, increases around a posterior that includes it."""
