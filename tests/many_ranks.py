@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 import warnings
@@ -189,8 +190,35 @@ def curves(folder: Path, rank: int, size: int) -> None:
         assert all(p._post_accumulate_grad_hooks for p in model.parameters())  # type: ignore[attr-defined]
         assert all(bool((whole(p.grad) == 2).all()) and p.requires_grad for p in model.parameters())
         memory.save(folder / f"{name}.safetensors")
+        if name == "auto":
+            tensors |= probed_and_compressed(memory, model, batches[rank::size])
     if rank == 0:
         save_file(tensors, folder / "curves.safetensors")
+
+
+def probed_and_compressed(memory: limpet.OnlineLaplace, model: nn.Module, own: list[Any]) -> dict[str, Tensor]:
+    """A probe that is added, and the forecasts of a memory that is compressed in several ways, one after the other."""
+
+    def scale(by: float) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(by)
+
+    assert re.search("has moved since|RankError", raised_by(lambda: memory.add_probe(own)))
+    assert not memory.probes
+    scale(1 / 1.1)
+    memory.add_probe(own)
+    scale(1.1)
+    tensors = {"drift": torch.tensor(float(memory.drift()), dtype=torch.float64)}
+    assert memory.probes[0].rows == 96 and tensors["drift"] > 0
+    for target in ({"max_bytes": 1400.0}, {"bytes_per_weight": 7.0}, {"energy": 0.6}, {"rank": 1}):
+        ranks = memory.compress(**target, storage_dtype=None, progress=False)  # type: ignore[arg-type]
+        assert list(ranks) == memory.posterior.names == ["0", "2"]
+        tensors[f"{target}/ranks"] = torch.tensor(list(ranks.values()), dtype=torch.float64)
+        blocks = memory.forecast().blocks
+        tensors[f"{target}/forecast"] = torch.tensor([blocks[name] for name in sorted(blocks)], dtype=torch.float64)
+    assert "pass a larger target" in raised_by(lambda: memory.compress(max_bytes=9, progress=False))
+    return tensors
 
 
 def single(folder: Path) -> None:

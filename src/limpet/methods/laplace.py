@@ -28,8 +28,7 @@ from limpet.errors import (
 )
 from limpet.forgetting.loss_curve import Curve
 from limpet.likelihoods import Likelihood
-from limpet.methods.agreement import consolidating
-from limpet.methods.checks import reject_sharded_memory
+from limpet.methods.agreement import consolidating, sharing
 from limpet.methods.limits import check_strength
 from limpet.methods.memory import MAX_FACTOR_SIZE, NO_PROBE, Memory
 from limpet.methods.private import (
@@ -280,8 +279,8 @@ class Laplace(Memory):
         """Make the memory smaller: keep the largest eigenvalues of every Kronecker factor, and the mean of the others.
 
         Pass one of the first four arguments. What is removed cannot be restored. Layers with the same input share the
-        eigenvectors of its factor, in the memory and in its file. Factors that are block-diagonal
-        (longer than `max_factor_size`) keep all their eigenvectors.
+        eigenvectors of its factor, in the memory and in its file; in a sharded memory, if they are on the same rank.
+        Factors that are block-diagonal (longer than `max_factor_size`) keep all their eigenvectors.
 
         Args:
             rank: Number of eigenvectors to keep of every factor.
@@ -316,8 +315,8 @@ class Laplace(Memory):
 
         self._reject_inside_protect()
         target = Target(rank, energy, bytes_per_weight, max_bytes, storage_dtype)
-        reject_sharded_memory(self.posterior, "compress")
-        return compress(self.posterior, target, progress=progress)
+        with sharing(self.posterior, "compress"):
+            return compress(self.posterior, target, progress=progress)
 
     @staticmethod
     def _checkpoint(path: str | Path | None) -> Checkpoint | None:
@@ -348,6 +347,8 @@ class Laplace(Memory):
         Inputs that were not consolidated are the most informative, because a repair removes exactly the forgetting
         that is visible on the consolidated ones.
 
+        If the model is sharded, every rank passes its share of the data, and all ranks store all of it.
+
         Args:
             batches: The data. The memory's file will contain their inputs, but not their targets unless `forward` is
                 given.
@@ -362,16 +363,21 @@ class Laplace(Memory):
             raise UnsupportedError(
                 "this memory has private tasks, but a probe would store inputs as they are: keep the inputs elsewhere"
             )
-        reject_sharded_memory(self.posterior, "add_probe")
-        weights = self.posterior.weights()
-        for held in self.posterior.held.values():
-            moved = held.displacement(weights).norm() if held.tasks else 0.0
-            if moved > MOVED * held.mean.norm():
-                raise LimpetError(
-                    f"{held.block.name} has moved since it was consolidated, but a probe must record the outputs from "
-                    "before: call add_probe right after memory.consolidate(...)"
-                )
-        self.probes = (*self.probes, self._record_probe(batches, forward))
+        sharded = self.posterior.sharding is not None
+        with together("add_probe", current() if sharded else None, runs_model=sharded):
+            self._reject_moved()
+            self.probes = (*self.probes, self._record_probe(batches, forward))
+
+    def _reject_moved(self) -> None:
+        """Raise LimpetError if the weights are not those of the last consolidation."""
+        for blocks, weights in self.posterior.rounds():
+            for held in blocks:
+                moved = held.displacement(weights).norm() if held.tasks else 0.0
+                if moved > MOVED * held.mean.norm():
+                    raise LimpetError(
+                        f"{held.block.name} has moved since it was consolidated, but a probe must record the outputs "
+                        "from before: call add_probe right after memory.consolidate(...)"
+                    )
 
     def _repairer(self, examples: int, budget: float | None, options: Mapping[str, Any] | None) -> Repairer | str:
         if not self.tasks:
