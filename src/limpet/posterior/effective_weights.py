@@ -52,7 +52,7 @@ def with_adapters(weights: Mapping[str, Tensor], gathered: GatheredAdapters | No
         return weights
     names = {parameter: name for name, parameter in gathered.parameters.items()}
     added: dict[Tensor, list[LowRank]] = {}
-    for block in gathered.blocks:
+    for block in gathered.own:
         for one in gathered.adapters(block):
             assert one.weight is not None
             if names[one.weight] in weights:
