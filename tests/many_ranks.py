@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 import warnings
@@ -189,8 +190,35 @@ def curves(folder: Path, rank: int, size: int) -> None:
         assert all(p._post_accumulate_grad_hooks for p in model.parameters())  # type: ignore[attr-defined]
         assert all(bool((whole(p.grad) == 2).all()) and p.requires_grad for p in model.parameters())
         memory.save(folder / f"{name}.safetensors")
+        if name == "auto":
+            tensors |= probed_and_compressed(memory, model, batches[rank::size])
     if rank == 0:
         save_file(tensors, folder / "curves.safetensors")
+
+
+def probed_and_compressed(memory: limpet.OnlineLaplace, model: nn.Module, own: list[Any]) -> dict[str, Tensor]:
+    """A probe that is added, and the forecasts of a memory that is compressed in several ways, one after the other."""
+
+    def scale(by: float) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(by)
+
+    assert re.search("has moved since|RankError", raised_by(lambda: memory.add_probe(own)))
+    assert not memory.probes
+    scale(1 / 1.1)
+    memory.add_probe(own)
+    scale(1.1)
+    tensors = {"drift": torch.tensor(float(memory.drift()), dtype=torch.float64)}
+    assert memory.probes[0].rows == 96 and tensors["drift"] > 0
+    for target in ({"max_bytes": 1400.0}, {"bytes_per_weight": 7.0}, {"energy": 0.6}, {"rank": 1}):
+        ranks = memory.compress(**target, storage_dtype=None, progress=False)  # type: ignore[arg-type]
+        assert list(ranks) == memory.posterior.names == ["0", "2"]
+        tensors[f"{target}/ranks"] = torch.tensor(list(ranks.values()), dtype=torch.float64)
+        blocks = memory.forecast().blocks
+        tensors[f"{target}/forecast"] = torch.tensor([blocks[name] for name in sorted(blocks)], dtype=torch.float64)
+    assert "pass a larger target" in raised_by(lambda: memory.compress(max_bytes=9, progress=False))
+    return tensors
 
 
 def single(folder: Path) -> None:
@@ -213,11 +241,34 @@ def single(folder: Path) -> None:
                 optimizer.step()
         assert memory.sharded == (pieces == 2) and protection.repair is not None and protection.repair.strength > 0
         memory.save(folder / "single.safetensors")
-        assert limpet.load(folder / "single.safetensors", again).sharded == memory.sharded
+        loaded = limpet.load(folder / "single.safetensors", again)
+        assert loaded.sharded == memory.sharded
+        if memory.sharded:
+            fail_while_consolidating(memory, [(x, y)], loaded)
         ends.append({name: whole(p) for name, p in model.named_parameters()})
         ends[-1]["drift"] = torch.tensor(float(memory.drift()))
     assert all(torch.allclose(tensor, ends[1][name], rtol=1e-9) for name, tensor in ends[0].items())
     dist.destroy_process_group()
+
+
+def raised_by(action: Any) -> str:
+    """What the action raises."""
+    try:
+        action()
+    except (RuntimeError, limpet.LimpetError) as error:
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+def fail_while_consolidating(memory: limpet.OnlineLaplace, batches: list[Any], other: Any) -> None:
+    """A failed update leaves a memory as it was; one whose means could not all be replaced is not used any more."""
+    before = dict(memory.posterior.held)
+    for method, failed in (("limits._fits", memory), ("laplace.Posterior.recenter", other)):
+        with patch(f"limpet.methods.{method}", side_effect=RuntimeError("interrupted")):
+            assert raised_by(lambda failed=failed: failed.consolidate(batches, progress=False)) == "interrupted"
+    assert all(memory.posterior.held[name] is held for name, held in before.items()) and memory.tasks == 1
+    for use in (other.forecast, lambda: other.save("unused"), lambda: other.consolidate(batches, progress=False)):
+        assert "load it from its file" in raised_by(use)
 
 
 def transformer(size: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -291,15 +342,17 @@ def measure_bytes(folder: Path, rank: int, size: int) -> None:
     torch.manual_seed(0)
     layers = [layer for _ in range(24) for layer in (nn.Linear(96, 96), nn.Tanh())]
     model = is_sharded(nn.Sequential(*layers, nn.Linear(96, 4)), size)
-    memory = limpet.OnlineLaplace(model, fisher="sampled")
-    peaks = []
-    for _ in range(3):
-        with LiveBytes() as live:
-            memory.consolidate([(torch.randn(4, 96), torch.randint(0, 4, (4,)))] * 2, progress=False)
-        peaks.append(live.peak)
     pieces = sum(limpet.distributed.local(p).nbytes for p in model.parameters())
-    block = max(held.nbytes for held in memory.posterior.held.values())
-    told = {"bytes": memory.nbytes, "peaks": peaks, "pieces": pieces, "block": block}
+    told: dict[str, Any] = {"pieces": pieces}
+    for name, options in (("complete", {}), ("truncated", {"rank": 8})):
+        memory, peaks = limpet.OnlineLaplace(model, fisher="sampled", **options), []
+        for _ in range(3 if name == "complete" else 2):
+            with LiveBytes() as live:
+                memory.consolidate([(torch.randn(4, 96), torch.randint(0, 4, (4,)))] * 2, progress=False)
+            peaks.append(live.peak)
+        held = memory.posterior.held.values()
+        means, block = sum(one.mean.nbytes for one in held), max(one.nbytes for one in held)
+        told[name] = {"bytes": memory.nbytes, "peaks": peaks, "means": means, "block": block}
     (folder / f"{rank} of {size}.json").write_text(json.dumps(told))
 
 

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 import limpet
 import networks
+from allocated import allocations
+from limpet.curvature.audit import unseen
+from limpet.curvature.hooks import Recorder
 from limpet.errors import CurvatureError, FallbackWarning, LimpetWarning, UnsupportedError
 from limpet.likelihoods import Categorical
 from limpet.model import PER_SAMPLE, discover
@@ -405,3 +408,18 @@ def test_a_known_layer_that_is_used_otherwise_becomes_its_diagonal(structure: st
     fresh = dense_fisher(model, held.block, x[3:], y[3:], CATEGORICAL).diagonal()
     assert held.tasks == 2
     close(held.precision.dense().diagonal(), 1 + expected.flatten() + 2 * fresh)
+
+
+def test_the_gradients_of_the_whole_model_are_never_there_at_once() -> None:
+    """Under fully_shard no rank has room for them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(160, 160) for _ in range(16)])
+    blocks, recorder = discover(model), Recorder()
+    with recorder.attached(blocks):
+        with recorder.recording(4):
+            outputs = model(torch.randn(4, 160))
+        with allocations() as found:
+            wrong, used = unseen(blocks, recorder, dict(model.named_parameters()), [outputs])
+    assert not wrong and len(used) == 32
+    assert found.peak < 8 * model[0].weight.nbytes  # most of it to compare one block
+    assert all(parameter._backward_hooks is None or not parameter._backward_hooks for parameter in model.parameters())

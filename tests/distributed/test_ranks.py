@@ -241,16 +241,20 @@ def test_no_rank_holds_the_memory_of_a_model_in_pieces(tmp_path: Path) -> None:
     (one,), many = told(1), told(4)
     for again in [told(4)]:  # on a busy machine gloo lets go of messages late: the least is what is needed
         for rank, same in zip(many, again, strict=True):
-            rank["peaks"] = [min(pair) for pair in zip(rank["peaks"], same["peaks"], strict=True)]
-    assert sum(rank["bytes"] for rank in many) == one["bytes"]
-    assert max(rank["bytes"] for rank in many) <= 0.30 * one["bytes"]
-    for rank in many:
-        # the block at work is so in float64, with its factors and rotations: five times what is kept of it
-        room = rank["pieces"] + 5 * rank["block"]
-        assert rank["peaks"][0] <= room + rank["bytes"]
-        # the memory of before stays until the new one is whole
-        assert max(rank["peaks"]) <= room + 2 * rank["bytes"]
-        assert max(rank["peaks"]) <= 0.7 * one["bytes"] < one["peaks"][0]
+            for kind in ("complete", "truncated"):
+                rank[kind]["peaks"] = [min(two) for two in zip(rank[kind]["peaks"], same[kind]["peaks"], strict=True)]
+    for kind in ("complete", "truncated"):
+        assert sum(rank[kind]["bytes"] for rank in many) == one[kind]["bytes"]
+        assert max(rank[kind]["bytes"] for rank in many) <= 0.30 * one[kind]["bytes"]
+    for rank in many:  # without what LAPACK needs, which is not a tensor
+        complete, truncated = rank["complete"], rank["truncated"]
+        assert complete["peaks"][0] <= rank["pieces"] + complete["bytes"] + 2 * complete["block"]
+        # the precision of before stays until the new one is whole, but the weights of only one block are gathered
+        more = complete["bytes"] - complete["means"]
+        assert max(complete["peaks"]) <= rank["pieces"] + complete["bytes"] + more + complete["block"]
+        assert max(complete["peaks"]) <= 0.6 * one["complete"]["bytes"] < one["complete"]["peaks"][0]
+        # most of it is the mean, of which there is never a second one
+        assert max(truncated["peaks"]) <= rank["pieces"] + truncated["bytes"] + 3 * truncated["block"]
 
 
 @pytest.mark.slow
@@ -268,7 +272,7 @@ def test_what_a_rank_keeps_and_sends_is_foreseen() -> None:
     last = planned[-1]
     assert last.memory == pytest.approx(most("bytes"), rel=0.05)
     for task in range(1, ranks.TASKS):
-        assert planned[task].peak == pytest.approx(most("peaks", task), rel=0.1)
+        assert planned[task].peak == pytest.approx(most("peaks", task), rel=0.05)
     for mode in ("gradient, every=1", "proximal, every=1"):
         assert last.sent_step == pytest.approx(most(mode, "sent"), rel=0.05)
         assert last.ready == pytest.approx(most(mode, "peak"), rel=0.25)

@@ -6,11 +6,16 @@ one row per example: a position embedding receives the gradient of the whole bat
 hooks alone would then be silently wrong. The gradient of every parameter is therefore computed twice, by autograd and
 from the recorded calls, and one example is also passed through the model alone. A block that fails either check is
 measured per sample instead.
+
+Every block is checked when the backward pass reaches it, and its gradient is then freed: under `fully_shard`, no rank
+has room for the gradients of the whole model.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +27,7 @@ from limpet.layers import Call, MatrixLayer
 from limpet.likelihoods import as_tensors
 from limpet.model.batch import Forward, batch_size, call, part
 from limpet.model.blocks import Block
-from limpet.precision.linalg import all_finite, widened
+from limpet.precision.linalg import widened
 
 ROUNDING = {torch.float64: (1e-8, 1e-13), torch.float32: (1e-3, 1e-6)}
 HALF_ROUNDING = (5e-2, 5e-3)
@@ -64,16 +69,68 @@ def unseen(
     """
     generator = torch.Generator().manual_seed(0)
     cotangents = [torch.randn(o.shape, generator=generator, device="cpu").to(o) for o in outputs]
-    names = [name for block in blocks for name in block.parameters]
-    wanted: Any = [*recorder.edges, *(parameters[name] for name in names)]
-    found = gradients_at(outputs, wanted, cotangents, keep=True)
-    recorder.take(found[: len(recorder.edges)])
-    true = dict(zip(names, found[len(recorder.edges) :], strict=True))
-    hidden = recorder.without_graph & {b.name for b in blocks if all(true[name] is None for name in b.parameters)}
+    recorder.take(gradients_at(outputs, recorder.edges, cotangents, keep=True))
+    comparison = _Comparison(blocks, recorder, parameters)
+    used = comparison.run(outputs, cotangents)
+    hidden = recorder.without_graph & {b.name for b in blocks if used.isdisjoint(b.parameters)}
     if hidden and _is_checkpointed(outputs):
         raise CurvatureError(REENTRANT)
-    wrong = {b.name for b in blocks if b.layers and not _accounted_for(b, recorder, parameters, true)}
-    return wrong, {name for name, gradient in true.items() if gradient is not None}
+    if comparison.error is not None:
+        raise comparison.error
+    return comparison.wrong, used
+
+
+class _Comparison:
+    """Compares the gradients of all blocks with the recorded ones, each as soon as autograd has computed it.
+
+    Args:
+        blocks: The blocks to check.
+        recorder: The recorder, with the output gradients of its calls.
+        parameters: The model's parameters, by name.
+    """
+
+    def __init__(self, blocks: Sequence[Block], recorder: Recorder, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.recorder, self.parameters = recorder, parameters
+        self.wrong: set[str] = set()  # blocks whose gradients differ
+        self.error: CurvatureError | None = None
+        self._waiting = {name: block for block in blocks for name in block.parameters}
+        self._found: dict[str, Tensor] = {}  # of blocks that still lack a parameter
+
+    def run(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> set[str]:
+        """Run the backward pass; return the names of the parameters that have a gradient."""
+        names = list(self._waiting)
+        parameters: list[Any] = [self.parameters[name] for name in names]
+        handles = [
+            parameter.register_hook(partial(self._arrived, name))
+            for name, parameter in zip(names, parameters, strict=True)
+        ]
+        try:
+            gradients = gradients_at(outputs, parameters, cotangents, keep=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for block in dict.fromkeys(self._waiting.values()):
+            self._check(block)
+        return {name for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
+
+    def _arrived(self, name: str, gradient: Tensor) -> Tensor | None:
+        """Hook on a parameter. What it returns is kept until the end of the pass: zeros that take no space."""
+        block = self._waiting[name]
+        self._found[name] = gradient
+        if all(one in self._found for one in block.parameters):
+            self._check(block)
+        return gradient.new_zeros(()).expand(gradient.shape) if gradient.layout == torch.strided else None
+
+    def _check(self, block: Block) -> None:
+        """Compare a block, and forget its gradients."""
+        true = {name: self._found.pop(name, None) for name in block.parameters}
+        for name in block.parameters:
+            self._waiting.pop(name)
+        try:
+            if block.layers and not _accounted_for(block, self.recorder, self.parameters, true):
+                self.wrong.add(block.name)
+        except CurvatureError as error:  # raised after the backward pass
+            self.error = self.error or error
 
 
 def gradients_at(
@@ -130,21 +187,24 @@ def _accounted_for(
         torch.zeros_like(parameters[name]) if gradient is None else gradient.to_dense()
         for name, gradient in zip(block.parameters, given, strict=True)
     ]
-    expected = widened(block.matrix(dense))
-    if not all_finite(expected):
+    expected = block.matrix(dense)
+    size = float(torch.linalg.vector_norm(expected, dtype=torch.float64))
+    if not math.isfinite(size):
         raise CurvatureError(f"the gradient of {block.name} contains inf or nan: check the data and the weights")
     calls = [each for each in recorder.calls.get(block.name, []) if each.gradient is not None]
-    recorded, summands = torch.zeros_like(expected), 0.0
+    # one matrix in float64: there is no room for more beside the gradient of the largest block
+    difference, summands = widened(expected.neg()), 0.0
+    del dense, expected
     relative, absolute = ROUNDING.get(parameters[block.parameters[0]].dtype, HALF_ROUNDING)
     try:
         for each in calls:
-            recorded += widened(each.layer.total_gradient(each))
+            difference += each.layer.total_gradient(each).to(difference.device)
             summands += _size(each)
             rounding = ROUNDING.get(each.dtype, HALF_ROUNDING)
             relative, absolute = max(relative, rounding[0]), max(absolute, rounding[1])
     except (RuntimeError, IndexError):  # mismatched shapes: the layer uses its input in another way
         return False
-    return bool((recorded - expected).norm() <= relative * expected.norm() + absolute * summands)
+    return bool(difference.norm() <= relative * size + absolute * summands)
 
 
 def _size(each: Call) -> float:

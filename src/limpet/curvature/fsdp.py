@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from limpet.curvature.accumulators import Accumulator
@@ -156,14 +155,15 @@ class ShardedPass(FisherPass):
         """Add the contribution of this batch on all ranks to the sums of the block's owner."""
         sums = contribution.sums()
         if self.idle:
-            sums = {name: torch.zeros_like(tensor) for name, tensor in sums.items()}
+            for tensor in sums.values():
+                tensor.zero_()
         if not sums:
             return
         summed = self.ranks.reduce(sums, self.owner(block))
         if summed is not None:
             mine = self.sums[block.name]
             before = mine.sums()
-            mine.load({name: before[name] + t if name in before else t for name, t in summed.items()})
+            mine.load({name: before[name].add_(t) if name in before else t for name, t in summed.items()})
 
     def _accumulate_direct(
         self, direct: Sequence[Block], batch: Any, tensors: tuple[Tensor, ...], roots: Sequence[tuple[Tensor, ...]]

@@ -84,12 +84,12 @@ class Ranks:
         return summed
 
     def reduce(self, tensors: Mapping[str, Tensor], to: int) -> dict[str, Tensor] | None:
-        """Sum named tensors that all ranks have, on one of the ranks.
+        """Sum named tensors that all ranks have, on one of the ranks, in place.
 
-        Sends one message per dtype, so that integers are summed as integers.
+        Sends one message per tensor: a message of all of them would be a copy.
 
         Args:
-            tensors: The tensors of this rank, by name.
+            tensors: The tensors of this rank, by name. On return their values are undefined.
             to: The rank that receives the sums.
 
         Returns:
@@ -99,13 +99,12 @@ class Ranks:
         summed: dict[str, Tensor] = {}
         elements = sum(tensor.numel() for tensor in tensors.values())
         failure.meet(self, f"sum on rank {to}", f"{len(tensors)} tensors with {elements} elements")
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
-            some = {name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype}
-            flat = torch.cat([tensor.to(device).reshape(-1) for tensor in some.values()])
-            dist.reduce(flat, to)
-            parts = torch.split(flat, [tensor.numel() for tensor in some.values()])
-            summed |= {name: part.reshape(t.shape) for part, (name, t) in zip(parts, some.items(), strict=True)}
-        return {name: summed[name].to(t.device) for name, t in tensors.items()} if self.rank == to else None
+        for name, tensor in tensors.items():
+            sent = tensor.to(device).contiguous()
+            dist.reduce(sent, to)
+            if self.rank == to:
+                summed[name] = sent.to(tensor.device)
+        return summed if self.rank == to else None
 
     def totals(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Sum tensors that all ranks have, in one message per dtype.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from limpet.curvature.progress import Progress
+from limpet.distributed import Ranks
 from limpet.errors import LimpetError, UnsupportedError, finite_number, positive_whole
 from limpet.posterior import Posterior
 from limpet.precision import Kronecker
@@ -65,7 +66,7 @@ class Target:
 
 
 def compress(posterior: Posterior, target: Target, *, progress: bool = True) -> dict[str, tuple[int, int]]:
-    """Truncate the factors of all blocks, in place.
+    """Truncate the factors of all blocks, in place. If the memory is sharded, this is a collective.
 
     Args:
         posterior: The posterior of the memory.
@@ -90,11 +91,11 @@ def compress(posterior: Posterior, target: Target, *, progress: bool = True) -> 
         for name, held in posterior.held.items()
         if held.tasks and isinstance(held.precision, Kronecker)
     }
-    if not blocks:
+    if not posterior.on_any_rank(bool(blocks)):
         raise LimpetError("this memory has no Kronecker factors yet: call memory.consolidate(...) first")
     rest = Storage(target.storage_dtype, posterior.structure.rest.offload)
     same = same_factors({name: precision.inputs for name, precision in blocks.items()})
-    chosen = _ranks(blocks, same, target)
+    chosen = _ranks(blocks, same, target, None if posterior.sharding is None else posterior.sharding.ranks)
     made: dict[str, Kronecker] = {}
     bar = Progress(len(blocks), show=progress, label="limpet: compress", unit="blocks")
     try:
@@ -107,6 +108,11 @@ def compress(posterior: Posterior, target: Target, *, progress: bool = True) -> 
         bar.close()
     found = {name: (_rank_of(each.inputs), _rank_of(each.outputs)) for name, each in made.items()}
     cut = [each.rank for one in made.values() for each in (one.inputs, one.outputs) if isinstance(each, TruncatedBasis)]
+    if posterior.sharding is not None:  # after this, no rank can fail
+        every = posterior.sharding.ranks.gather((found, cut))
+        of_all = {name: ranks for some, _ in every for name, ranks in some.items()}
+        found = {name: of_all[name] for name in posterior.names if name in of_all}
+        cut = [rank for _, some in every for rank in some]
     # for blocks without a task yet, and for methods that measure all tasks again
     posterior.structure = replace(posterior.structure, rest=rest, rank=max(cut, default=target.rank), energy=None)
     posterior.held = {
@@ -123,8 +129,20 @@ def _rank_of(basis: Basis) -> int:
     return basis.rank if isinstance(basis, TruncatedBasis) else sum(basis.sizes)
 
 
-def _ranks(blocks: Mapping[str, Kronecker], same: Mapping[str, str], target: Target) -> dict[str, tuple[int, int]]:
-    """Choose the ranks of every block, of which some have the same input factor as others."""
+def _ranks(
+    blocks: Mapping[str, Kronecker], same: Mapping[str, str], target: Target, ranks: Ranks | None
+) -> dict[str, tuple[int, int]]:
+    """Choose the ranks of every block, of which some have the same input factor as others.
+
+    Args:
+        blocks: The blocks, of this rank if the memory is sharded.
+        same: For some of them, an earlier block with the same input factor.
+        target: How small the memory should be, over all ranks.
+        ranks: The ranks of a sharded memory.
+
+    Returns:
+        The ranks of the input and the output factor, by block.
+    """
     if target.rank is not None:
         return dict.fromkeys(blocks, (target.rank, target.rank))
     if target.energy is not None:
@@ -132,27 +150,33 @@ def _ranks(blocks: Mapping[str, Kronecker], same: Mapping[str, str], target: Tar
             name: (_rank(block.inputs, target.energy), _rank(block.outputs, target.energy))
             for name, block in blocks.items()
         }
+
+    def total(number: float) -> float:
+        return number if ranks is None else ranks.numbers(number)[0]
+
     if target.max_bytes is not None:
         limit = parsed_bytes(target.max_bytes)
     else:
-        weights = sum(precision.shape.numel() for precision in blocks.values())
+        weights = total(sum(precision.shape.numel() for precision in blocks.values()))
         limit = weights * finite_number("bytes_per_weight", target.bytes_per_weight)
     products = {n: block.values.mixed is None and block.separable() is not None for n, block in blocks.items()}
 
     def at(level: float) -> dict[str, tuple[int, int]]:
         return {name: (_scaled(block.inputs, level), _scaled(block.outputs, level)) for name, block in blocks.items()}
 
-    def size(ranks: Mapping[str, tuple[int, int]]) -> float:
-        return sum(
-            stored_bytes(block, ranks[name], target.storage_dtype, product=products[name], shared=name in same)
-            for name, block in blocks.items()
+    def size(chosen: Mapping[str, tuple[int, int]]) -> float:
+        return total(
+            sum(
+                stored_bytes(block, chosen[name], target.storage_dtype, product=products[name], shared=name in same)
+                for name, block in blocks.items()
+            )
         )
 
-    low, high = 0.0, max(max(block.shape[-2:]) for block in blocks.values()) ** 1.5
-    if size(at(low)) > limit:
+    longest = max((max(block.shape[-2:]) for block in blocks.values()), default=1)
+    low, high = 0.0, max([longest] if ranks is None else ranks.gather(longest)) ** 1.5
+    if (least := size(at(low))) > limit:
         raise LimpetError(
-            f"{limit:,.0f} bytes do not hold one eigenvector per factor, which takes {size(at(low)):,.0f}: pass a "
-            "larger target"
+            f"{limit:,.0f} bytes do not hold one eigenvector per factor, which takes {least:,.0f}: pass a larger target"
         )
     if size(at(high)) <= limit:
         return at(high)

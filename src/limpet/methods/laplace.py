@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,7 @@ from limpet.errors import (
 )
 from limpet.forgetting.loss_curve import Curve
 from limpet.likelihoods import Likelihood
-from limpet.methods.agreement import consolidating
-from limpet.methods.checks import reject_sharded_memory
+from limpet.methods.agreement import consolidating, sharing
 from limpet.methods.limits import check_strength
 from limpet.methods.memory import MAX_FACTOR_SIZE, NO_PROBE, Memory
 from limpet.methods.private import (
@@ -170,6 +170,7 @@ class Laplace(Memory):
             raise ValueError(f"fisher must be one of {', '.join(FISHERS)}, not {fisher!r}")
         self.smoothing = finite_number("smoothing", smoothing)
         self.privacy: tuple[Privacy | None, ...] = ()
+        self._off_center: frozenset[str] | None = None  # blocks that have the mean of before, until `_recenter`
         self.fisher, self.draws, self.seed = fisher, positive_whole("draws", draws), whole_number("seed", seed)
         super().__init__(
             model,
@@ -278,8 +279,8 @@ class Laplace(Memory):
         """Make the memory smaller: keep the largest eigenvalues of every Kronecker factor, and the mean of the others.
 
         Pass one of the first four arguments. What is removed cannot be restored. Layers with the same input share the
-        eigenvectors of its factor, in the memory and in its file. Factors that are block-diagonal
-        (longer than `max_factor_size`) keep all their eigenvectors.
+        eigenvectors of its factor, in the memory and in its file; in a sharded memory, if they are on the same rank.
+        Factors that are block-diagonal (longer than `max_factor_size`) keep all their eigenvectors.
 
         Args:
             rank: Number of eigenvectors to keep of every factor.
@@ -314,8 +315,8 @@ class Laplace(Memory):
 
         self._reject_inside_protect()
         target = Target(rank, energy, bytes_per_weight, max_bytes, storage_dtype)
-        reject_sharded_memory(self.posterior, "compress")
-        return compress(self.posterior, target, progress=progress)
+        with sharing(self.posterior, "compress"):
+            return compress(self.posterior, target, progress=progress)
 
     @staticmethod
     def _checkpoint(path: str | Path | None) -> Checkpoint | None:
@@ -346,6 +347,8 @@ class Laplace(Memory):
         Inputs that were not consolidated are the most informative, because a repair removes exactly the forgetting
         that is visible on the consolidated ones.
 
+        If the model is sharded, every rank passes its share of the data, and all ranks store all of it.
+
         Args:
             batches: The data. The memory's file will contain their inputs, but not their targets unless `forward` is
                 given.
@@ -360,16 +363,21 @@ class Laplace(Memory):
             raise UnsupportedError(
                 "this memory has private tasks, but a probe would store inputs as they are: keep the inputs elsewhere"
             )
-        reject_sharded_memory(self.posterior, "add_probe")
-        weights = self.posterior.weights()
-        for held in self.posterior.held.values():
-            moved = held.displacement(weights).norm() if held.tasks else 0.0
-            if moved > MOVED * held.mean.norm():
-                raise LimpetError(
-                    f"{held.block.name} has moved since it was consolidated, but a probe must record the outputs from "
-                    "before: call add_probe right after memory.consolidate(...)"
-                )
-        self.probes = (*self.probes, self._record_probe(batches, forward))
+        sharded = self.posterior.sharding is not None
+        with together("add_probe", current() if sharded else None, runs_model=sharded):
+            self._reject_moved()
+            self.probes = (*self.probes, self._record_probe(batches, forward))
+
+    def _reject_moved(self) -> None:
+        """Raise LimpetError if the weights are not those of the last consolidation."""
+        for blocks, weights in self.posterior.rounds():
+            for held in blocks:
+                moved = held.displacement(weights).norm() if held.tasks else 0.0
+                if moved > MOVED * held.mean.norm():
+                    raise LimpetError(
+                        f"{held.block.name} has moved since it was consolidated, but a probe must record the outputs "
+                        "from before: call add_probe right after memory.consolidate(...)"
+                    )
 
     def _repairer(self, examples: int, budget: float | None, options: Mapping[str, Any] | None) -> Repairer | str:
         if not self.tasks:
@@ -461,6 +469,7 @@ class Laplace(Memory):
         restoring = self._all_or_nothing() if current() is not None else nullcontext()
         with restoring, consolidating(self.posterior, self._settings, batches, arguments):
             yield
+        self._recenter()
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -480,6 +489,7 @@ class Laplace(Memory):
             "_proximal_state",
             "repair_mark",
             "_doubted",
+            "_off_center",
         )
         before = {name: getattr(self, name) for name in (*names, "_trained_with")}
         try:
@@ -521,22 +531,42 @@ class Laplace(Memory):
             )
 
     def _update(self, fishers: list[Fisher]) -> None:
-        """Update every block for which the newest task has curvature."""
-        weights = dict(self.posterior.weights())
+        """Update every block for which the newest task has curvature.
 
-        def updated(held: BlockPosterior) -> BlockPosterior:
-            if not fishers[-1].speaks_of(held.block):
-                return held
-            after = self._updated(held, fishers, held.matrix(weights).detach().clone())
-            check_strength(after, self._strength)
-            if self.posterior.sharding is not None:  # no longer needed: frees memory for the other blocks
-                for name in held.block.parameters:
-                    del weights[name]
-                for fisher in fishers:
-                    fisher.terms.pop(held.block.name, None)
-            return after
+        In a sharded model its sums are then freed, and it keeps its mean from before: see `_recenter`.
+        """
+        sharded, after = self.posterior.sharding is not None, dict[str, BlockPosterior]()
 
-        self.posterior.replace_all(updated)
+        def update(held: BlockPosterior, weights: Mapping[str, Tensor]) -> BlockPosterior:
+            mean = held.matrix(weights).detach()
+            mean = mean if sharded else mean.clone()
+            found = self._updated(held, fishers, mean)
+            check_strength(found, self._strength)
+            for fisher in fishers if sharded else ():
+                fisher.terms.pop(held.block.name, None)
+            return replace(found, mean=held.mean) if sharded else found
+
+        for blocks, weights in self.posterior.rounds():
+            for held in blocks:
+                if fishers[-1].speaks_of(held.block):
+                    after[held.block.name] = update(held, weights)
+        self.posterior.held = {**self.posterior.held, **after}
+        self._off_center = frozenset(after) if sharded else None
+
+    def _recenter(self) -> None:
+        """Replace the means of a sharded memory by the weights, once the update has succeeded on all ranks.
+
+        The means of before and the new ones are each as large as the weights: only one of them fits.
+        """
+        blocks, self._off_center = self._off_center, None
+        if blocks is None:
+            return
+        try:
+            with together("consolidate", current()), full_precision(), torch.inference_mode(False):
+                self.posterior.recenter(blocks)
+        except BaseException:
+            self.posterior.inconsistent = True
+            raise
 
     def _curves(self, number: int, posterior: Posterior, newest: Fisher, forward: Forward | None) -> Curves:
         """Measure how the loss of the newest task, task `number`, increases around a posterior that includes it."""

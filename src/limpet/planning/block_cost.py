@@ -23,7 +23,8 @@ class BlockCost:
         shape: Its shape.
         structure: Its structure, and which sides are diagonal or block-diagonal.
         whole: Bytes of its weights, in the dtype of the model.
-        weights: Bytes of its weights in the dtype of the memory; of its mean, unless the base is quantized.
+        weights: Bytes of its weights in the dtype of the memory.
+        mean: Bytes of its mean.
         bytes: Bytes of its memory.
         file: Bytes in a file that names published weights instead of containing the mean.
         before: Bytes of its memory before the last task.
@@ -31,6 +32,7 @@ class BlockCost:
         fresh: Bytes that are recomputed in every task.
         sums: Bytes accumulated by a curvature pass.
         work: Bytes of workspace for the update with a task.
+        forecast: Bytes of workspace for the forecast of a sharded model.
         eigenvectors: Bytes of the eigenvectors of a dense matrix, which are cached once they have been computed.
         trained: Bytes of what a training step changes: the weights, or their adapters.
         ready: Additional bytes that gradient mode caches during protection.
@@ -50,6 +52,7 @@ class BlockCost:
     structure: str
     whole: int
     weights: int
+    mean: int
     bytes: int
     file: int
     before: int
@@ -57,6 +60,7 @@ class BlockCost:
     fresh: int
     sums: int
     work: int
+    forecast: int
     eigenvectors: int
     trained: int
     ready: int
@@ -130,6 +134,7 @@ class CostModel:
             structure=shape.described,
             whole=dtype.itemsize * shape.numbers,
             weights=weights,
+            mean=mean,
             bytes=fresh + lasting + term,
             file=fresh - mean + lasting + term - width * self._derived(shape),
             before=before + lasting + asked * (self.tasks > 1 and not self.auto_strength),
@@ -137,6 +142,7 @@ class CostModel:
             fresh=fresh,
             sums=width * sum(shape.sums().values()),
             work=round(8 * shape.work(self.tasks, self.auto_strength)),
+            forecast=0 if self.tasks == 1 else weights * shape.forecast(),
             eigenvectors=asked,
             trained=dtype.itemsize * trained,
             ready=0 if rank is not None else width * shape.multiplied_out(self.tasks),

@@ -241,15 +241,28 @@ class BlockShape:
         largest_a = a if "in" in self.sketches else self.groups * max(self.in_sizes) ** 2 * self.inputs
         largest_b = b if "out" in self.sketches else self.groups * max(self.out_sizes) ** 2 * self.outputs
         of_a, of_b = (self._decomposition(side, tasks) for side in SIDES)
-        eigenvectors = max(a + (of_a - 1) * largest_a + b, b + (of_b - 1) * largest_b + 2.5 * a)
+        left_a, left_b = self._left("in") * a, self._left("out") * b
         values = self.kept(1)["eigenvalues"] if self.ranks else self.numbers
-        return max(eigenvectors, 3.0 * twice * values + 2.5 * (a + b))
+        copies = 4.0 if max(len(self.in_sizes), len(self.out_sizes)) > 1 else 3.0  # blocks are cut out and put together
+        return max(of_a * largest_a, of_b * largest_b + left_a, copies * twice * values + left_a + left_b)
+
+    def forecast(self) -> int:
+        """The workspace of a forecast, in sizes of the weights: the displacement, its rotation and eigenvalues."""
+        return (5 if self.ranks else 4) if self.factored else 3
 
     def _decomposition(self, side: str, tasks: int) -> float:
-        """The workspace of a decomposition in sizes of the factor; that of a truncated one is not weighted at first."""
-        if tasks > 1:
-            return 5.5
-        return 4.0 if side in self.ranks and side not in self.sketches else 5.0
+        """The workspace of a decomposition in sizes of the factor, which LAPACK needs three of itself."""
+        if side in self.sketches:
+            return 6.25 if tasks > 1 else 4.0
+        if side in self.ranks:
+            return 6.2 if tasks > 1 else 5.0
+        return 4.0
+
+    def _left(self, side: str) -> float:
+        """What the decomposition of a side leaves: the change of basis and the new basis, in sizes of the factor."""
+        if side in self.sketches:
+            return 0.5
+        return 0.1 if side in self.ranks else 1.5
 
     def _factor(self, side: str) -> int:
         """The size of the factor of a side, as a pass measures it; 0 if it is diagonal."""

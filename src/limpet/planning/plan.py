@@ -30,9 +30,9 @@ Sharded, where a rank has the sums and the memory of its own blocks only, and no
 auto_strength one is, which is not counted, as a note says):
 
     pass        the memory before the task, the sums, and the sums of one block for one batch, in transit to its owner
-    exchange    the memory before the task, the sums, and the weights being gathered on the owners: the rank's shards of
-                all blocks, the received shards of its own blocks, and the concatenated weights
-    update      as above, except that a block's sums and gathered weights are freed after its update
+    forecast    the memory before the task, the sums, and what the forecast of one block takes, with its weights
+    update      as above, except that the weights of one block are gathered, its sums are freed after its update, and
+                the new means are left out: they replace those of before, block by block, once all ranks have succeeded
 
 During protection, gradient mode keeps the gradients including the penalty, and proximal mode the displacements of all
 blocks; if sharded, both also hold what is sent and received. The workspace of one block is added in all cases.
@@ -174,32 +174,34 @@ class Plan:
             own[row.owner].append(row)
         most = Load()
         for rows in own:
-            most |= self._load(rows, dropped=True) | self._exchange(rows)
+            most |= self._load(rows, sharded=True) | self._exchange(rows)
         return most
 
     def _exchange(self, rows: Sequence[BlockCost]) -> Load:
         """The communication of a rank that owns these blocks, and the bytes held during it."""
         sums, trained, whole = (_total(self.rows, name) for name in ("sums", "trained", "whole"))
         own_sums, own_trained, own_whole = (_total(rows, name) for name in ("sums", "trained", "whole"))
-        handed_over = max(2 * max(row.sums for row in self.rows), max((3 * row.sums for row in rows), default=0))
-        brought = whole // self.ranks + 2 * own_whole
+        in_transit = max(row.sums for row in self.rows)
+        gathered = max((row.whole * 3 for row in rows), default=0)  # received, put together, and the shards for others
+        forecast = max((row.whole + row.forecast for row in rows), default=0)
         given_back = own_whole + _total(rows, "laid_out") + trained // self.ranks
         room = max((row.room for row in rows), default=0)
         ready = _total(rows, "ready") if self.mode == "gradient" else 0
         return Load(
-            peak=_total(rows, "before") + own_sums + max(handed_over, brought),
+            peak=_total(rows, "before") + own_sums + max(in_transit, gathered, forecast),
             ready=ready + own_whole + _total(rows, "weights") + max(room, given_back),
             sent_step=(own_trained * (self.ranks - 2) + trained) // self.ranks,
             sent_task=3 * (whole - own_whole) // self.ranks,
             sent_batch=sums - own_sums,
         )
 
-    def _load(self, rows: Sequence[BlockCost], dropped: bool = False) -> Load:
-        """The load of these blocks on one rank; if `dropped`, a block's sums and gathered weights are freed in turn."""
-        held = peak = _total(rows, "before") + _total(rows, "sums") + dropped * _total(rows, "whole")
+    def _load(self, rows: Sequence[BlockCost], sharded: bool = False) -> Load:
+        """The load of these blocks on one rank; if `sharded`, one block's weights are gathered, and its sums freed."""
+        held = peak = _total(rows, "before") + _total(rows, "sums")
         for row in rows:
-            peak = max(peak, held + row.weights + row.work)
-            held += row.fresh - dropped * (row.sums - row.term + row.whole)
+            peak = max(peak, held + row.weights + row.work + sharded * row.whole)
+            held += row.fresh - sharded * (row.mean + row.sums - row.term)
+        peak = max(peak, held + sharded * max((3 * row.whole for row in rows), default=0))
         memory, step, update = (_total(rows, name) for name in ("bytes", "step", "update"))
         return Load(memory=memory, peak=peak, step=step, update=update)
 

@@ -75,6 +75,11 @@ class GatheredAdapters:
             else:
                 self.copies[name] = nn.Parameter(whole)
 
+    @property
+    def own(self) -> list[str]:
+        """The adapted blocks that this rank owns."""
+        return [block for block, names in self.blocks.items() if all(name in self.copies for name in names)]
+
     def adapters(self, block: str) -> list[LowRank]:
         """Return the adapters of a block that this rank owns, with whole factors."""
         factors = [self.copies[name] for name in self.blocks.get(block, ())]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +14,10 @@ from limpet.distributed import reshard
 from limpet.errors import LimpetError, UnsupportedError
 from limpet.model import PER_SAMPLE, Block, full_precision, is_excluded, named_parameters
 from limpet.model.adapters import adapted_parameters
-from limpet.model.low_rank import LowRank
 from limpet.model.names import replaced_modules
 from limpet.model.quantized import QuantizedWeight, own_parameters
 from limpet.posterior.block_posterior import BlockPosterior
+from limpet.posterior.effective_weights import EffectiveWeights, with_adapters
 from limpet.posterior.gathered_adapters import GatheredAdapters
 from limpet.posterior.lora import LoRAPenalty
 from limpet.posterior.sharding import BlockSharding, reject_quantized_and_sharded, reject_sharded
@@ -27,27 +26,6 @@ from limpet.precision.reflections import Reflections
 
 PRIOR_MEANS = ("zero", "initial")
 """Prior mean of the weights: zero, or their values when the memory was created."""
-
-
-class _EffectiveWeights(Mapping[str, Tensor]):
-    """Effective weights by name: each parameter plus the update of its adapters, computed on access."""
-
-    def __init__(self, parameters: Mapping[str, Tensor], adapted: Mapping[Any, Sequence[LowRank]]) -> None:
-        self._parameters, self._adapted = parameters, adapted
-
-    def __getitem__(self, name: str) -> Tensor:
-        weight: Tensor = self._parameters[name]
-        for adapter in self._adapted.get(self._parameters[name], ()):
-            added = adapter.added(weight.shape)
-            # in float32 or wider, so that a half-precision weight does not round the update away
-            weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + added.to(weight.device)
-        return weight
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
 
 
 class Posterior:
@@ -71,6 +49,7 @@ class Posterior:
         self.held: dict[str, BlockPosterior] = {}
         self.quantized: frozenset[str] = frozenset()  # quantized parameters of the blocks in `held`
         self.constant = 0.0
+        self.inconsistent = False  # some blocks have a new precision, and the mean of before
         self._lora_penalties: dict[str, LoRAPenalty] = {}
         self.sharding = BlockSharding.of(model)
         if self.sharding is not None:
@@ -81,7 +60,13 @@ class Posterior:
 
         Raises:
             UnsupportedError: If the model has lost a parameter that was measured.
+            LimpetError: If the memory is inconsistent.
         """
+        if self.inconsistent:
+            raise LimpetError(
+                "a consolidation has failed while the means of this memory were replaced, so it cannot be used any "
+                "more: load it from its file"
+            )
         if self.sharding is not None:
             reshard(self.model)
         found = named_parameters(self.model)
@@ -133,18 +118,26 @@ class Posterior:
         parameters, adapted = self.parameters(), adapted_parameters(self.model)
         self._check_sharing()
         if self.sharding is None:
-            return _EffectiveWeights(parameters, adapted) if adapted else parameters
-        weights, gathered = self.base_weights(self.sharding), self.gathered_adapters()
-        if gathered is None:
-            return weights
-        names = {parameter: name for name, parameter in parameters.items()}
-        added: dict[Tensor, list[LowRank]] = {}
-        for block in self.sharding.blocks.values():
-            if self.sharding.owner(block) == self.sharding.ranks.rank:
-                for one in gathered.adapters(block.name):
-                    assert one.weight is not None
-                    added.setdefault(weights[names[one.weight]], []).append(one)
-        return _EffectiveWeights(weights, added)
+            return EffectiveWeights(parameters, adapted) if adapted else parameters
+        return with_adapters(self.base_weights(self.sharding), self.gathered_adapters())
+
+    def rounds(self) -> Iterator[tuple[list[BlockPosterior], Mapping[str, Tensor]]]:
+        """Iterate over all blocks, with the effective weights by name.
+
+        For a sharded model this is a collective that gathers the parameters of few blocks at a time (those of one
+        `BlockSharding.rounds`), so that no rank holds all that it owns. The weights are valid until the next iteration.
+
+        Yields:
+            The blocks that this rank owns, and their weights: all at once if the model is not sharded.
+        """
+        if self.sharding is None:
+            yield list(self.held.values()), self.weights()
+            return
+        self._check_sharing()
+        gathered = self.gathered_adapters()
+        for blocks, weights in self.sharding.gathered(self.parameters()):
+            held = [self.held[block.name] for block in blocks if block.name in self.held]
+            yield held, with_adapters(weights, gathered)
 
     def on_any_rank(self, flag: bool) -> bool:
         """Whether a flag is set: in this process, or, of a sharded model, on any rank, which is a collective."""
@@ -227,9 +220,10 @@ class Posterior:
         Returns:
             The penalties, which have computed the difference of the base from the mean and let go of the base.
         """
-        weights, found = self.base_weights(sharding), {}
-        for name, held in self.held.items():
-            if name in gathered.blocks:
+        found = {}
+        for blocks, weights in sharding.gathered(self.parameters()):
+            for name in (block.name for block in blocks if block.name in self.held and block.name in gathered.blocks):
+                held = self.held[name]
                 own = [nn.Parameter(weights[p], requires_grad=False) for p in held.block.parameters]
                 found[name] = LoRAPenalty(held, own, gathered.adapters(name)).without_base()
         return found
@@ -275,14 +269,18 @@ class Posterior:
         Returns:
             The increase by block name, over all ranks.
         """
-        weights, lora_penalties = self.weights(), self.lora_penalties()
-        rises = {
-            name: lora_penalties[name].rise()
-            if name in lora_penalties
-            else float(held.precision.fisher().quadratic(held.displacement(weights))) / 2
-            for name, held in self.held.items()
-            if held.tasks and name not in without
-        }
+        # the penalties of a sharded model gather the base weights of all blocks of a rank
+        lora_penalties = {} if self.sharding is not None else self.lora_penalties()
+        rises: dict[str, float] = {}
+        for some, weights in self.rounds():
+            for held in some:
+                name = held.block.name
+                if not held.tasks or name in without:
+                    continue
+                if name in lora_penalties:
+                    rises[name] = lora_penalties[name].rise()
+                else:
+                    rises[name] = float(held.precision.fisher().quadratic(held.displacement(weights))) / 2
         if self.sharding is None:
             return rises
         return {name: rise for some in self.sharding.ranks.gather(rises) for name, rise in some.items()}
@@ -333,7 +331,9 @@ class Posterior:
             sharded = self.sharding.blocks, self.sharding.owners
             blocks = self.sharding.settle(blocks, self.structure, self.parameters())
         try:
-            self._arrange(blocks, self.weights())
+            self._check_sharing()
+            new = self.on_any_rank(any(self._known(block) is None for block in blocks))
+            self._arrange(blocks, self.weights() if new else {})
         except LimpetError:
             self.held = before
             if self.sharding is not None:
@@ -345,16 +345,12 @@ class Posterior:
         self._turn_to_diagonals(
             {b.parameters[0] for b in blocks if b.kind == PER_SAMPLE and self.structure.of(b) == "diagonal"}
         )
-        by_parameters = {held.block.parameters: held for held in self.held.values()}
         wanted = {block.parameters for block in blocks}
         covered = {name for block in blocks for name in block.parameters}
         arranged: dict[str, BlockPosterior] = {}
         for block in blocks:
-            old = by_parameters.get(block.parameters)
-            if old is not None and old.block.kind == block.kind and old.block.shape == block.shape:
-                arranged[block.name] = replace(old, block=block)
-            else:
-                arranged[block.name] = self._cut_again(block, weights)
+            old = self._known(block)
+            arranged[block.name] = self._cut_again(block, weights) if old is None else replace(old, block=block)
         for held in self.held.values():
             if held.tasks and held.block.parameters not in wanted:
                 if covered & set(held.block.parameters):
@@ -365,6 +361,14 @@ class Posterior:
                 arranged[held.block.name] = held  # frozen since: its posterior stays valid
         self.hold(arranged)
         self.follow_devices()
+
+    def _known(self, block: Block) -> BlockPosterior | None:
+        """Return the posterior of the same block; None if it is new, or was divided differently."""
+        found = self.held.get(block.name)
+        if found is None or found.block.parameters != block.parameters:
+            found = next((held for held in self.held.values() if held.block.parameters == block.parameters), None)
+        same = found is not None and found.block.kind == block.kind and found.block.shape == block.shape
+        return found if same else None
 
     def _turn_to_diagonals(self, direct: set[str]) -> None:
         """Split blocks with tasks into diagonals if all their parameters are per-sample blocks now."""
@@ -419,9 +423,18 @@ class Posterior:
             means.update({name: parts[name] for name in shared})
         return replace(fresh, mean=block.gather(means))
 
-    def replace_all(self, change: Callable[[BlockPosterior], BlockPosterior]) -> None:
-        """Apply `change` to every block. If it raises for any of them, nothing changes."""
-        self.held = {name: change(held) for name, held in self.held.items()}
+    def recenter(self, blocks: Collection[str]) -> None:
+        """Replace the means of blocks of a sharded model by its weights, few at a time. This is a collective.
+
+        Args:
+            blocks: Names of the blocks.
+        """
+        for some, weights in self.rounds():
+            for held in some:
+                if held.block.name in blocks:
+                    mean = held.matrix(weights).detach()
+                    own = mean.untyped_storage().nbytes() == mean.nbytes  # not a part of what was received
+                    self.held[held.block.name] = replace(held, mean=mean if own else mean.clone())
 
     @property
     def names(self) -> list[str]:

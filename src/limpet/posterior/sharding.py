@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -85,6 +85,42 @@ class BlockSharding:
     def owner(self, block: Block) -> int:
         """The rank that owns a block."""
         return self.owners[block.parameters[0]]
+
+    def rounds(self) -> list[list[Block]]:
+        """Divide the blocks of all ranks into groups that are gathered one after the other.
+
+        Returns:
+            The groups, the same on all ranks. In each of them a rank owns one block, or several that together are no
+            larger than the largest block.
+        """
+        most = max((block.shape.numel() for block in self.blocks.values()), default=0)
+        groups: list[list[Block]] = []
+        last, filled = [-1] * self.ranks.size, [0] * self.ranks.size  # the group that a rank is at, and its numbers
+        for block in self.blocks.values():
+            owner, size = self.owner(block), block.shape.numel()
+            if last[owner] < 0 or filled[owner] + size > most:
+                last[owner], filled[owner] = last[owner] + 1, 0
+            if last[owner] == len(groups):
+                groups.append([])
+            groups[last[owner]].append(block)
+            filled[owner] += size
+        return groups
+
+    def gathered(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[list[Block], dict[str, Tensor]]]:
+        """Gather the parameters of all blocks on their owners, a group of `rounds` at a time. This is a collective.
+
+        Args:
+            parameters: The parameters, by name.
+
+        Yields:
+            The blocks of the group, of all ranks, and the whole parameters of those that this rank owns. The mapping is
+            empty from the next iteration on.
+        """
+        exchange = self.exchange(parameters)
+        for blocks in self.rounds():
+            weights = exchange.bring({name: parameters[name] for block in blocks for name in block.parameters})
+            yield blocks, weights
+            weights.clear()
 
     def exchange(self, parameters: Mapping[str, Tensor], also: Mapping[str, int] = NOTHING_ELSE) -> Exchange:
         """Create the exchange that moves all blocks' parameters to their owners and back.

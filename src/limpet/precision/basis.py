@@ -94,7 +94,7 @@ class Basis:
         """Add weight * factor to the partial trace.
 
         Args:
-            factor: Kronecker factor of the new term, in float64.
+            factor: Kronecker factor of the new term.
             weight: Multiplier, one number for each group.
 
         Returns:
@@ -106,15 +106,15 @@ class Basis:
         assert isinstance(factor, Tensor)
         old = widened(self.trace)
         if self.diagonal:
-            return self._keep(None, old + weight * factor), None, factor
+            return self._keep(None, old + weight * widened(factor)), None, widened(factor)
         known = None if self.vectors is None else pieces(self.vectors)[0].to(self.trace.device)
         # Converted to float64 twice, so that no copy is alive during the eigendecomposition, when memory use peaks.
-        values, new = symmetric_eigen(summed(known, old) + weight.unsqueeze(-1) * factor)
-        overlap = new.mT if known is None else new.mT @ widened(known)
-        carry = overlap.square()
+        values, new = symmetric_eigen(summed(known, old) + weight.unsqueeze(-1) * widened(factor))
+        carry = new.mT.square() if known is None else (new.mT @ widened(known)).square_()
         # Stored bases are rounded, so columns sum to 1 only approximately; normalized, they preserve the trace.
         carry /= carry.sum(-2, keepdim=True)
-        return self._keep(new, values), carry, (factor @ new).mul_(new).sum(-2)
+        in_basis = (widened(factor) @ new).mul_(new).sum(-2)
+        return self._keep(new, values), carry, in_basis
 
     def _take_by_piece(self, factor: Sequence[Tensor], weight: Tensor) -> tuple[Basis, Matrix, Tensor]:
         """Apply `take` to each diagonal block."""
@@ -193,17 +193,23 @@ def as_side(factor: Side, is_diagonal: bool, basis: Basis) -> Side:
         basis: Eigenbasis of that factor in the block's precision.
 
     Returns:
-        The factor in float64.
+        The factor, in its own dtype.
     """
     if basis.diagonal:
-        return widened(diagonal(factor, is_diagonal))
+        return diagonal(factor, is_diagonal)
     if isinstance(factor, Spiked):
         if basis.truncated:
             return factor.widened()
         factor = factor.dense()
     if isinstance(factor, Tensor) and is_diagonal:
-        return joined([torch.diag_embed(widened(part)) for part in factor.split_with_sizes(basis.sizes, -1)])
-    return joined([widened(piece) for piece in pieces(recut(factor, basis.sizes))])
+        return joined([torch.diag_embed(part) for part in factor.split_with_sizes(basis.sizes, -1)])
+    return recut(factor, basis.sizes)
+
+
+def widened_side(factor: Side, is_diagonal: bool, basis: Basis) -> Side:
+    """Convert a Kronecker factor to the form of its basis (`as_side`), in float64."""
+    side = as_side(factor, is_diagonal, basis)
+    return side if isinstance(side, Spiked) else joined([widened(part) for part in pieces(side)])
 
 
 def summed(vectors: Tensor | None, values: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ class Kronecker(Precision):
         q = as_side(term.inputs, term.inputs_diagonal, self.inputs)
         h = as_side(term.outputs, term.outputs_diagonal, self.outputs)
         q_trace, h_trace = (
-            diagonal(factor, basis.diagonal).sum(-1) for factor, basis in ((q, self.inputs), (h, self.outputs))
+            widened(diagonal(factor, basis.diagonal)).sum(-1) for factor, basis in ((q, self.inputs), (h, self.outputs))
         )
         weight = max(strength, LEAST_WEIGHT)
         inputs, carry_in, q_values = self.inputs.take(q, weight * h_trace.unsqueeze(-1))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from limpet.precision.basis import as_side, summed
+from limpet.precision.basis import summed, widened_side
 from limpet.precision.block_diagonal import joined, pieces
 from limpet.precision.kronecker import SEPARABLE, Kronecker
 from limpet.precision.kronecker_sum import KroneckerSum
@@ -89,7 +89,7 @@ class Product(Curvature):
             The product.
         """
         inputs, outputs = (
-            Factor(as_side(factor, is_diagonal, basis), basis.diagonal)
+            Factor(widened_side(factor, is_diagonal, basis), basis.diagonal)
             for factor, is_diagonal, basis in (
                 (term.inputs, term.inputs_diagonal, form.inputs),
                 (term.outputs, term.outputs_diagonal, form.outputs),

@@ -129,7 +129,7 @@ class TruncatedBasis(Basis):
         """Add weight * factor to the partial trace, and truncate it again.
 
         Args:
-            factor: Kronecker factor of the new term, in float64: full, or of low rank plus a multiple of the identity.
+            factor: Kronecker factor of the new term: full, or of low rank plus a multiple of the identity.
             weight: Multiplier, one number for each group.
 
         Returns:
@@ -143,6 +143,7 @@ class TruncatedBasis(Basis):
             whole = total.diagonal().sum(-1)
         else:
             assert isinstance(factor, Tensor)
+            factor = widened(factor)
             full = factor if known is None else weight.unsqueeze(-1) * factor + known.dense()
             values, top = top_eigen(full, self.rank) if self.energy is None else eigen_holding(full, self.energy)
             whole = full.diagonal(dim1=-2, dim2=-1).sum(-1)
