@@ -58,7 +58,7 @@ class PerExampleRNG:
     def uniform(self, shape: torch.Size) -> Tensor:
         """Draw uniform numbers in (0, 1); the first dimension of the shape is the examples."""
         size = shape[1:].numel()
-        positions = _mixed_range(self._drawn, self._drawn + size).to(self.seeds.device)
+        positions = _mixed_range(self._drawn, self._drawn + size, self.seeds.device)
         self._drawn += size
         bits = (_mixed(self.seeds.unsqueeze(-1) + positions) >> (63 - BITS)) & ((1 << BITS) - 1)
         return ((bits.double() if bits.device.type == "cpu" else bits.float()) + 0.5).div(1 << BITS).reshape(shape)
@@ -153,7 +153,7 @@ def _digest(tensor: Tensor) -> Tensor:
     if flat.is_floating_point():
         kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         flat = flat.contiguous().view(kinds[flat.element_size()])
-    weights = _odd_weights(flat.shape[1]).to(flat.device)
+    weights = _odd_weights(flat.shape[1], flat.device)
     if flat.device.type != "cpu":
         return (flat.to(torch.int64) * weights).sum(1)
     some = max(1, HASHED_AT_ONCE // max(flat.shape[1], 1))
@@ -162,8 +162,8 @@ def _digest(tensor: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=4)
-def _odd_weights(count: int) -> Tensor:
-    return _mixed_range(1, count + 1) | 1
+def _odd_weights(count: int, device: torch.device) -> Tensor:
+    return _mixed_range(1, count + 1, device) | 1
 
 
 @lru_cache(maxsize=4)
@@ -172,8 +172,8 @@ def _mixed_number(number: int) -> int:
 
 
 @lru_cache(maxsize=4)
-def _mixed_range(start: int, stop: int) -> Tensor:
-    return _mixed(torch.arange(start, stop))
+def _mixed_range(start: int, stop: int, device: torch.device) -> Tensor:
+    return _mixed(torch.arange(start, stop, device=device))
 
 
 def _mixed(x: Tensor) -> Tensor:
