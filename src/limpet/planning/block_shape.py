@@ -44,7 +44,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from limpet.curvature import Structure
-from limpet.curvature.gram import STRIP_FROM, STRIPS
+from limpet.curvature.gram import strips
 from limpet.model import Block
 from limpet.precision.block_diagonal import in_words
 from limpet.precision.truncated_basis import is_truncated
@@ -396,7 +396,6 @@ def gram(width: int, groups: int = 1) -> int:
     Returns:
         The number of operations.
     """
-    if groups > 1 or width < STRIP_FROM:
+    if groups > 1:
         return 2 * groups * width**2
-    strip = -(-width // STRIPS)
-    return sum(2 * min(strip, width - start) * (width - start) for start in range(0, width, strip))
+    return sum(2 * (stop - start) * (width - start) for start, stop in strips(width))

@@ -332,6 +332,7 @@ class Posterior:
             blocks = self.sharding.settle(blocks, self.structure, self.parameters())
         try:
             self._check_sharing()
+            adapted_parameters(self.model)  # raises an error if there are adapters that are not supported
             new = self.on_any_rank(any(self._known(block) is None for block in blocks))
             self._arrange(blocks, self.weights() if new else {})
         except LimpetError:
