@@ -323,7 +323,7 @@ def plan(
         ------------------------------------------  ------------------
         memory                                      3.19 MB
         its file, without published weights         2.87 MB
-        peak of a consolidate, without activations  33.2 MB
+        peak of a consolidate, without activations  25.8 MB
         ...
     """
     whole = {"ranks": ranks, "tasks": tasks, "tokens": tokens, "max_factor_size": max_factor_size}
