@@ -59,7 +59,10 @@ def download(folder: Path, *command: str) -> Path:
     """
     folder.mkdir()
     print(" ".join(command), flush=True)
-    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    try:
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"{folder.name} cannot be downloaded: {error}") from None
     (path,) = (file for file in folder.iterdir() if file.is_file())
     checked(path)
     return path

@@ -48,3 +48,10 @@ def test_what_is_there_is_not_made_again_and_a_failure_leaves_nothing(
     assets.main()
     assert made == ["a.txt", "b.txt"]
     assert (tmp_path / "folder" / "b.txt").read_text() == "text"
+
+
+@pytest.mark.parametrize("command", [("no-such-command-at-all",), (sys.executable, "-c", "raise SystemExit(3)")])
+def test_a_failed_download_is_one_line(tmp_path: Path, command: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit, match=r"^package cannot be downloaded: ") as caught:
+        assets.download(tmp_path / "package", *command)
+    assert "\n" not in str(caught.value)
