@@ -19,7 +19,7 @@ import networks
 from limpet.errors import LimpetError, MemoryFileError, UnsupportedError
 from limpet.forgetting.loss_curve import EXPECTED, KEPT, MARGIN, Curve, TaskHistory
 from limpet.forgetting.loss_probe import SURE, LossProbe
-from limpet.forgetting.measurement import LEAST, RISES, along_gradient, measure, step_for_rise
+from limpet.forgetting.measurement import LEAST, RISES, along_gradient, expected_rise, measure, step_for_rise
 from limpet.likelihoods import Categorical
 from limpet.posterior.perturbation import block_perturbations, by_parameter, displacer_of, numbered
 from reference import dense_fisher
@@ -110,7 +110,7 @@ def test_points_are_the_dense_quadratic_and_the_loss_at_the_pushed_weights(struc
     seen = len(rows)  # so few examples that all are looked at
     expected = []
     for number, rise in enumerate(RISES):
-        step = step_for_rise(blocks, displacer_of(memory.posterior, blocks), rise * len(x))
+        step = step_for_rise(expected_rise(blocks, displacer_of(memory.posterior, blocks)), rise * len(x))
         pushes = [block.push(step, numbered(5, number, block.block))[0] for block in blocks]
         quadratic = 0.0
         for held, z in zip(memory.posterior.held.values(), pushes, strict=True):

@@ -21,8 +21,9 @@ labels are given up.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -150,8 +151,9 @@ def random_directions(
     Yields:
         The displacement for one predicted increase, by block, and what it is predicted to increase the loss by.
     """
+    expected = expected_rise(blocks, displacer)
     for number, rise in enumerate(RISES):
-        step = step_for_rise(blocks, displacer, rise * examples)
+        step = step_for_rise(expected, rise * examples)
         yield _pushed(blocks, displacer, step, seed, number)  # no reference is kept while the next one is drawn
         if not step:
             break  # the noise is undamped already: larger increases are out of reach
@@ -184,21 +186,37 @@ def along_gradient(
             yield [math.sqrt(rise / predicted) * z for z in direction], rise * examples
 
 
-def step_for_rise(blocks: Sequence[BlockPerturbation], displacer: Displacer, rise: float) -> float:
-    """Find the step s at which noise is expected to increase the loss of all tasks by a given amount.
+def expected_rise(blocks: Sequence[BlockPerturbation], displacer: Displacer) -> Callable[[float], float]:
+    """Return the expected increase of the loss by damped noise, as a function of the step s.
+
+    It goes through all eigenvalues, so values are cached: bisections for several increases evaluate it at the same
+    steps, before they part.
 
     Args:
         blocks: The blocks to displace.
         displacer: Sums over the blocks of all ranks.
+
+    Returns:
+        The function; its values are summed over examples.
+    """
+
+    @functools.cache
+    def expected(step: float) -> float:
+        return displacer.total(sum(2 * block.square * block.spectrum.expected_rise(step) for block in blocks))
+
+    return expected
+
+
+def step_for_rise(expected: Callable[[float], float], rise: float) -> float:
+    """Find the step s at which noise is expected to increase the loss of all tasks by a given amount.
+
+    Args:
+        expected: The expected increase as a function of the step (`expected_rise`).
         rise: The expected increase, summed over examples.
 
     Returns:
         The step; 0 if even undamped noise increases the loss by less.
     """
-
-    def expected(step: float) -> float:
-        return displacer.total(sum(2 * block.square * block.spectrum.expected_rise(step) for block in blocks))
-
     if expected(0.0) <= rise:
         return 0.0
     return bisected(lambda step: expected(step) > rise, furthest=30.0, close=0.2)[1]

@@ -98,15 +98,22 @@ class Basis:
             weight: Multiplier, one number for each group.
 
         Returns:
-            The new basis, the squared change of basis from old to new (None if it is the identity), and the diagonal of
-            the factor in the new basis.
+            The new basis, the squared change of basis from old to new (None if it is the identity, or if there is
+            nothing old), and the diagonal of the factor in the new basis.
         """
+        return self._taken(factor, weight, first=self.vectors is None and not bool(self.trace.any()))
+
+    def _taken(self, factor: Side, weight: Tensor, *, first: bool) -> tuple[Basis, Matrix | None, Tensor]:
+        """Apply `take`; the factor of a first task is diagonal in the new basis."""
         if isinstance(factor, BlockDiagonal):
-            return self._take_by_piece(factor.pieces, weight)
+            return self._take_by_piece(factor.pieces, weight, first=first)
         assert isinstance(factor, Tensor)
         old = widened(self.trace)
         if self.diagonal:
             return self._keep(None, old + weight * widened(factor)), None, widened(factor)
+        if first:
+            values, new = symmetric_eigen(factor)
+            return self._keep(new, weight * values), None, values
         known = None if self.vectors is None else pieces(self.vectors)[0].to(self.trace.device)
         # Converted to float64 twice, so that no copy is alive during the eigendecomposition, when memory use peaks.
         values, new = symmetric_eigen(summed(known, old) + weight.unsqueeze(-1) * widened(factor))
@@ -116,17 +123,19 @@ class Basis:
         in_basis = (widened(factor) @ new).mul_(new).sum(-2)
         return self._keep(new, values), carry, in_basis
 
-    def _take_by_piece(self, factor: Sequence[Tensor], weight: Tensor) -> tuple[Basis, Matrix, Tensor]:
+    def _take_by_piece(
+        self, factor: Sequence[Tensor], weight: Tensor, *, first: bool
+    ) -> tuple[Basis, Matrix | None, Tensor]:
         """Apply `take` to each diagonal block."""
         known = [None] * len(self.sizes) if self.vectors is None else pieces(self.vectors)
         taken = [
-            Basis(vectors, trace, False, (size,), self.rest).take(piece, weight)
+            Basis(vectors, trace, False, (size,), self.rest)._taken(piece, weight, first=first)
             for piece, vectors, trace, size in zip(
                 factor, known, self.trace.split_with_sizes(self.sizes, -1), self.sizes, strict=True
             )
         ]
         vectors = joined([part for basis, _, _ in taken for part in pieces(_not_none(basis.vectors))])
-        carry = joined([part for _, carry, _ in taken for part in pieces(_not_none(carry))])
+        carry = None if first else joined([part for _, carry, _ in taken for part in pieces(_not_none(carry))])
         trace = torch.cat([basis.trace for basis, _, _ in taken], -1)
         return replace(self, vectors=vectors, trace=trace), carry, torch.cat([values for _, _, values in taken], -1)
 
