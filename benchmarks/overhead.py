@@ -30,6 +30,7 @@ from limpet.model import discover
 
 BATCH = 250
 BATCHES = 40
+RANK = 128
 BOUNDS = {
     "MLP: curvature pass, sampled": 3.3,
     "MLP: curvature pass, exact": 5.5,
@@ -40,6 +41,8 @@ BOUNDS = {
     "MLP: protected step, proximal, every=8": 1.25,
     "MLP: protected step, gradient": 2.4,
     "MLP: protected step, gradient, memory of two tasks": 2.4,
+    "MLP: protected step, proximal, every=8, rank 128": 1.15,
+    "MLP: protected step, gradient, rank 128, memory of two tasks": 2.0,
     "LoRA of rank 8, 1536 x 1536: gradient of the penalty, of the dense one": 0.2,
 }
 Batches = list[tuple[Tensor, Tensor]]
@@ -138,8 +141,9 @@ def steps(label: str, model: nn.Module, batches: Batches, rounds: int) -> dict[s
             torch.autograd.backward(F.cross_entropy(model(x), y))
             optimizer.step()
 
-    def protected(tasks: int, mode: str, every: int) -> Callable[[], None]:
-        memory = limpet.OnlineLaplace(model, strength=1e-3)  # weak: gradient mode must not diverge while it is timed
+    def protected(tasks: int, mode: str, every: int, rank: int | None = None) -> Callable[[], None]:
+        # weak: gradient mode must not diverge while it is timed
+        memory = limpet.OnlineLaplace(model, strength=1e-3, rank=rank)
         for task in range(tasks):
             memory.consolidate([(x.roll(task, 1), y) for x, y in batches], progress=False)
 
@@ -154,6 +158,8 @@ def steps(label: str, model: nn.Module, batches: Batches, rounds: int) -> dict[s
         "proximal, every=8": protected(1, "proximal", 8),
         "gradient": protected(1, "gradient", 1),
         "gradient, memory of two tasks": protected(2, "gradient", 1),
+        "proximal, every=8, rank 128": protected(1, "proximal", 8, RANK),
+        "gradient, rank 128, memory of two tasks": protected(2, "gradient", 1, RANK),
     }
     times = interleaved(cases, rounds)
     return {f"{label}: protected step, {name}": ratio(times, name) for name in cases if name != "bare"}

@@ -14,6 +14,7 @@ from limpet.precision.basis import Basis
 from limpet.precision.linalg import top_eigen
 from limpet.precision.pencils import pencil
 from limpet.precision.reflections import Reflections
+from limpet.precision.rotation import Rotation
 from limpet.precision.spectrum import Spectrum
 from limpet.precision.storage import Storage
 from limpet.precision.weighted import WeightedSum
@@ -58,6 +59,33 @@ def test_reflections_complete_a_basis() -> None:
     for mine, dense in ((basis, whole), (basis.mT, whole.mT)):
         torch.testing.assert_close(mine @ x, dense @ x)
         torch.testing.assert_close(x @ mine, x @ dense)
+
+
+@pytest.mark.parametrize("dtype", [None, "float16", "int8"])
+def test_low_rank_factors_are_multiplied_in_half_the_operations(dtype: str | None) -> None:
+    stored = Reflections.completing(torch.linalg.qr(vector(40, 12).float())[0]).laid(Storage(dtype))
+    basis = stored.to(torch.device("cpu"), torch.float32)
+    values = torch.cat([vector(12).float().exp(), torch.full((28,), 0.1)])
+    x = vector(5, 40).float().requires_grad_()
+    whole = basis.dense()
+    dense = (whole * values) @ whole.mT
+    found = basis.weighted(values, x)
+    torch.testing.assert_close(found, x @ dense, atol=2e-5, rtol=1e-4)
+    by_row = values * torch.arange(1, 6).unsqueeze(-1)  # others in every row
+    torch.testing.assert_close(basis.weighted(by_row, x), ((x @ whole) * by_row) @ whole.mT, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), x)[0], dense.sum(1).expand_as(x), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["reflections", "dense", "none"])
+def test_rotations_weigh_low_rank_factors(side: str) -> None:
+    vectors = Reflections.completing(torch.linalg.qr(vector(9, 3))[0])
+    basis = {"reflections": vectors, "dense": vectors.dense(), "none": None}[side]
+    whole = torch.eye(9, dtype=torch.float64) if side == "none" else vectors.dense()
+    values = torch.tensor([5.0, 3.0, 2.0, *[0.5] * 6], dtype=torch.float64)
+    dense, rotation = (whole * values) @ whole.mT, Rotation(basis, basis)
+    left, right = vector(9, 2), vector(2, 8)  # the block has a bias column, which adapters do not change
+    torch.testing.assert_close(rotation.rows_weighted(values, left), dense @ left)
+    torch.testing.assert_close(rotation.columns_weighted(values, right), right @ dense[:8, :8])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -241,7 +241,7 @@ class BlockShape:
         largest_a = a if "in" in self.sketches else self.groups * max(self.in_sizes) ** 2 * self.inputs
         largest_b = b if "out" in self.sketches else self.groups * max(self.out_sizes) ** 2 * self.outputs
         of_a, of_b = (self._decomposition(side, tasks) for side in SIDES)
-        left_a, left_b = self._left("in") * a, self._left("out") * b
+        left_a, left_b = self._left("in", tasks) * a, self._left("out", tasks) * b
         values = self.kept(1)["eigenvalues"] if self.ranks else self.numbers
         copies = 4.0 if max(len(self.in_sizes), len(self.out_sizes)) > 1 else 3.0  # blocks are cut out and put together
         return max(of_a * largest_a, of_b * largest_b + left_a, copies * twice * values + left_a + left_b)
@@ -258,11 +258,14 @@ class BlockShape:
             return 6.2 if tasks > 1 else 5.0
         return 4.0
 
-    def _left(self, side: str) -> float:
-        """What the decomposition of a side leaves: the change of basis and the new basis, in sizes of the factor."""
+    def _left(self, side: str, tasks: int) -> float:
+        """What the decomposition of a side leaves: the new basis and the change of basis, in sizes of the factor."""
         if side in self.sketches:
             return 0.5
-        return 0.1 if side in self.ranks else 1.5
+        if side in self.ranks:
+            return 0.1
+        first = self.structure == "kronecker" and tasks * len(self.products) == 1  # nothing changes its basis
+        return 0.5 if first else 1.5
 
     def _factor(self, side: str) -> int:
         """The size of the factor of a side, as a pass measures it; 0 if it is diagonal."""
@@ -298,9 +301,21 @@ class BlockShape:
         sizes = self.in_sizes if side == "in" else self.out_sizes
         return sum(size**2 for size in sizes) if r is None else 2 * n * r + r**2
 
+    def _weighted(self, side: str) -> int:
+        """Multiplications of a row that is rotated, scaled and rotated back: 2 n r + 4 r^2 if the side is truncated."""
+        n, r = self.lengths[side], self.ranks.get(side)
+        return 2 * self._multiplied(side) if r is None else 2 * n * r + 4 * r**2
+
     def _rotation(self, inputs: bool, outputs: bool) -> int:
         in_squares, out_squares = map(self._multiplied, SIDES)
         return 2 * self.groups * (self.out * in_squares * inputs + self.in_ * out_squares * outputs)
+
+    def _in_bases(self) -> int:
+        """Operations of scaling a block in its eigenbases."""
+        if self.groups > 1 or "in" not in self.ranks:
+            return 2 * self._rotation(self.inputs, self.outputs)
+        out_squares = 2 * self._multiplied("out") * self.outputs
+        return 2 * (self.out * self._weighted("in") * self.inputs + self.in_ * out_squares)
 
     def _is_product(self, tasks: int) -> bool:
         """Whether L - prior is a single Kronecker product Q (x) H of two dense factors."""
@@ -313,17 +328,15 @@ class BlockShape:
             return 2 * self.numbers**2
         if self.structure == "kronecker-sum":
             return tasks * sum(self._rotation(product.inputs, product.outputs) for product in self.products)
-        rotation = self._rotation(self.inputs, self.outputs)
-        return rotation if self._is_product(tasks) else 2 * rotation
+        return self._rotation(self.inputs, self.outputs) if self._is_product(tasks) else self._in_bases()
 
     def proximal(self, tasks: int) -> int:
         """Operations of a proximal step after `tasks` tasks."""
         if self.structure == "dense":
             return 4 * self.numbers**2
-        in_bases = 2 * self._rotation(self.inputs, self.outputs)
         if self.structure == "kronecker-sum":
-            return (CONJUGATE_STEPS + 1) * self.gradient(tasks) + (CONJUGATE_STEPS + 2) * in_bases
-        return in_bases
+            return (CONJUGATE_STEPS + 1) * self.gradient(tasks) + (CONJUGATE_STEPS + 2) * self._in_bases()
+        return self._in_bases()
 
     def adapters(self, tasks: int, rank: int) -> int:
         """Count the operations of the gradient of the penalty with respect to LoRA adapters of the weight.
@@ -339,11 +352,13 @@ class BlockShape:
         in_bases = self.structure == "kronecker"
         in_squares = self.groups * self._multiplied("in") * self.inputs
         out_squares = self.groups * self._multiplied("out") * self.outputs
+        in_weighted = self.groups * self._weighted("in") * self.inputs
         if len(self.in_sizes) == 1 and "in" not in self.ranks:
-            in_squares = columns * self.in_ * self.inputs
+            in_squares, in_weighted = columns * self.in_ * self.inputs, 2 * columns * self.in_ * self.inputs
         rotated = rank * (in_squares + out_squares) * in_bases
         if in_bases and tasks * len(self.products) == 1:
-            return 4 * rotated + 8 * rank**2 * (self.out + columns)
+            weighted = in_weighted + self.groups * self._weighted("out") * self.outputs
+            return 2 * rank * weighted + 8 * rank**2 * (self.out + columns)
         applied = 0 if in_bases else self.gradient(tasks)
         return 6 * rotated + 6 * rank * self.out * self.in_ + applied
 
@@ -364,8 +379,8 @@ class BlockShape:
         sketched = sum(20 * self.groups * self.lengths[side] * k**2 for side, k in self.sketches.items())
         carried = self._rotation(self.inputs, self.outputs) * (2 if several_strengths and tasks > 1 else 1)
         terms = len(self.products) * self.factored
-        first = tasks == 1 and terms > 0
-        return terms * ((EIGENVECTORS + 6) * cubes + sketched + carried) - first * 4 * cubes
+        first = tasks == 1 and terms > 0  # it is diagonal in its own eigenbasis
+        return terms * (EIGENVECTORS * cubes + sketched) + (terms - first) * (6 * cubes + carried)
 
     def per_token(self) -> int:
         """Operations of a curvature pass per token (one position of one example), besides those of the network."""

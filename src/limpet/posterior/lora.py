@@ -130,7 +130,7 @@ class LoRAPenalty:
     def value(self) -> Tensor:
         """Return the penalty of the block, differentiable with respect to the adapters."""
         if self.product is not None and self.starts_at_the_mean:
-            return self._closed(self.product)[0]
+            return self._closed_value(self.product)
         c = self.coordinates()
         value = (c * self.held.precision.apply_in_sides(c)).sum() / 2
         return value if self.linear_term is None else value + (self.linear_term * c).sum()
@@ -139,7 +139,7 @@ class LoRAPenalty:
         """Return the predicted increase of the loss, 1/2 d^T F d."""
         with torch.no_grad():
             if self.fisher_product is not None and self.starts_at_the_mean:
-                return float(self._closed(self.fisher_product)[0])
+                return float(self._closed_value(self.fisher_product))
             c = self.coordinates()
             return float((c * self.held.precision.fisher().apply_in_sides(c)).sum()) / 2
 
@@ -159,24 +159,35 @@ class LoRAPenalty:
         Yields:
             Each parameter with its gradient.
         """
-        _, of_left, of_right = self._closed(product)
+        of_left, of_right = self._closed_gradients(product)
         start = 0
         for adapter in self.adapters:
             stop = start + adapter.left.shape[1]
             yield from adapter.gradients(adapter.scaling * of_left[:, start:stop], of_right[start:stop])
             start = stop
 
-    def _closed(self, product: KroneckerSpectrum) -> tuple[Tensor, Tensor, Tensor]:
-        """The penalty in closed form, with its gradients in the concatenated B (including the scaling) and A."""
+    def _factors_of(self, product: KroneckerSpectrum) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """B with its scaling and A of all adapters, and H B and A Q."""
         like, sides = self.held.mean, self.sides()
-        B = torch.cat([one.scaling * one.left.to(like.device, like.dtype) for one in self.adapters], 1)
-        A = torch.cat([one.right.to(like.device, like.dtype) for one in self.adapters])
-        HB = sides.rows_back(product.h.unsqueeze(-1) * sides.rows_into(B))
-        rotated = sides.columns_into(A)
-        AQ = sides.columns_back(product.q[: rotated.shape[1]] * rotated, A.shape[1])
-        BHB, AQA, BB, AA = B.mT @ HB, AQ @ A.mT, B.mT @ B, A @ A.mT
-        value = ((BHB * AQA).sum() + product.prior * (BB * AA).sum()) / 2
-        return value, HB @ AQA + product.prior * (B @ AA), BHB @ AQ + product.prior * (BB @ A)
+        left = [one.scaling * one.left.to(like.device, like.dtype) for one in self.adapters]
+        right = [one.right.to(like.device, like.dtype) for one in self.adapters]
+        B, A = (left[0], right[0]) if len(left) == 1 else (torch.cat(left, 1), torch.cat(right))
+        return B, A, sides.rows_weighted(product.h, B), sides.columns_weighted(product.q, A)
+
+    def _closed_value(self, product: KroneckerSpectrum) -> Tensor:
+        """The penalty in closed form, differentiable."""
+        B, A, HB, AQ = self._factors_of(product)
+        fisher = ((B.mT @ HB) * (AQ @ A.mT)).sum()
+        return (fisher + product.prior * ((B.mT @ B) * (A @ A.mT)).sum()) / 2
+
+    def _closed_gradients(self, product: KroneckerSpectrum) -> tuple[Tensor, Tensor]:
+        """The gradients of `_closed_value` with respect to B and A."""
+        B, A, HB, AQ = self._factors_of(product)
+        of_B, of_A = HB @ (AQ @ A.mT), (B.mT @ HB) @ AQ
+        if product.prior:
+            of_B = torch.addmm(of_B, B, A @ A.mT, alpha=product.prior)
+            of_A = torch.addmm(of_A, B.mT @ B, A, alpha=product.prior)
+        return of_B, of_A
 
     def pull(self, c: Tensor) -> Tensor:
         """Return the gradient of the penalty with respect to `coordinates`."""

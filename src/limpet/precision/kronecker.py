@@ -248,9 +248,10 @@ class Kronecker(Precision):
         """Return L v."""
         factor, values = self.values.factored
         sides = self.sides()
-        scaled = self._spread(values) * sides.into(v)
+        values = self._spread(values)
         if not isinstance(sides.columns, Tensor) or v.dim() > 2:
-            return torch.add(self.prior * v, sides.back(scaled), alpha=factor)
+            return torch.add(self.prior * v, sides.weighted(values, v), alpha=factor)
+        scaled = values * sides.into(v)
         # The same in a single matrix product: prior v + factor (U_H scaled) U_Q^T.
         return torch.addmm(v, sides.rows_back(scaled), sides.columns.mT, beta=self.prior, alpha=factor)
 
@@ -314,6 +315,8 @@ class Kronecker(Precision):
         sides = self.sides()
         if self.rounded:  # rotate only the change, so that what the penalty leaves alone is not rounded
             return v - sides.back(sides.into(v) * (1 - 1 / proximal_denominator))
+        if self.inputs.truncated:
+            return sides.weighted(proximal_denominator.reciprocal(), v)
         return sides.back(sides.into(v) / proximal_denominator)
 
     @property

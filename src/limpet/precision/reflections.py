@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from limpet.precision.linalg import widened
@@ -152,6 +153,26 @@ class Reflections:
         v = _unpacked(self.vectors, self.scale, self.leading)
         return x - ((x @ v) @ self._middle) @ v.mT
 
+    def weighted(self, values: Tensor, x: Tensor) -> Tensor:
+        """Compute ((x Q) * values) Q^T for values that are equal in all columns of the complement.
+
+        With Q_1, the first r columns of Q, that is values_r x + ((x Q_1) * (values - values_r)) Q_1^T. Because V is
+        unit lower trapezoidal, x Q_1 takes one product with V: half the operations of a rotation and its inverse.
+
+        Args:
+            values: Factors (n,) or (m, n); those in all columns after the first r are equal.
+            x: Matrix (m, n).
+
+        Returns:
+            The product (m, n), differentiable in x.
+        """
+        assert not self.transposed
+        v, rank = _unpacked(self.vectors, self.scale, self.leading), self.rank
+        square, rest = v[:rank], values[..., rank, None]
+        scaled = torch.addmm(x[:, :rank], (x @ v) @ self.triangle, square.mT, alpha=-1) * (values[..., :rank] - rest)
+        kept = F.pad(scaled, (0, x.shape[1] - rank)).addcmul_(x, rest)
+        return torch.addmm(kept, (scaled @ square) @ self.triangle.mT, v.mT, alpha=-1)
+
     def first(self) -> Tensor:
         """Return the first r columns of Q: the eigenvectors that were completed."""
         *groups, n, _ = self.vectors.shape
@@ -178,6 +199,8 @@ class Reflections:
         Returns:
             The converted matrix.
         """
+        if self.scale is None and (self.vectors.device, self.vectors.dtype) == (device, dtype):
+            return self
         vectors = _unpacked(self.vectors, self.scale, self.leading).to(device, dtype)
         return Reflections(vectors, self.triangle.to(device, dtype), self.transposed)
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from limpet.precision.block_diagonal import Orthogonal
+from limpet.precision.reflections import Reflections
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,32 @@ class Rotation:
     def rows_back(self, factor: Tensor) -> Tensor:
         """Return U_H B for a left low-rank factor B (rows, rank)."""
         return factor if self.rows is None else self.rows @ factor
+
+    def weighted(self, values: Tensor, block: Tensor) -> Tensor:
+        """Return U_H ((U_H^T block U_Q) * values) U_Q^T.
+
+        Args:
+            values: Factors in the shape of the block; equal in all columns of the complement of a truncated U_Q.
+            block: The block.
+        """
+        if not isinstance(self.columns, Reflections) or block.dim() > 2:
+            return self.back(values * self.into(block))
+        rows = block if self.rows is None else self.rows.mT @ block
+        return self.rows_back(self.columns.weighted(values, rows))
+
+    def rows_weighted(self, values: Tensor, factor: Tensor) -> Tensor:
+        """Return U_H diag(values) U_H^T B for a left low-rank factor B (rows, rank)."""
+        if isinstance(self.rows, Reflections):
+            return self.rows.weighted(values, factor.mT).mT
+        return self.rows_back(values.unsqueeze(-1) * self.rows_into(factor))
+
+    def columns_weighted(self, values: Tensor, factor: Tensor) -> Tensor:
+        """Return A U_Q diag(values) U_Q^T, in the columns of A, for a right low-rank factor A (rank, width)."""
+        width = factor.shape[1]
+        if isinstance(self.columns, Reflections):
+            return self.columns.weighted(values, F.pad(factor, (0, len(values) - width)))[:, :width]
+        rotated = self.columns_into(factor)
+        return self.columns_back(values[: rotated.shape[1]] * rotated, width)
 
     def columns_into(self, factor: Tensor) -> Tensor:
         """Return A U_Q for a right low-rank factor A (rank, width).
