@@ -102,6 +102,7 @@ ALL = [
     ("repair", "diagonal", {"experiment": "test-headed"}),
     ("repair-rounds", "kronecker", {"memory": {"limit": 50, "repair": 3.0}}),
     ("protect-repair", "kronecker", {}),
+    ("gaussian-rehearsal", "kronecker", {"memory": {"rehearsal": 0.3}}),
     ("si", None, {"training": {"optimizer": "adam", "lr": 0.01}}),
     (
         "si",

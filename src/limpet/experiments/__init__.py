@@ -6,6 +6,7 @@ corresponds to `run(load_preset("permuted-mnist").resolve({...}), folder)`. Requ
 """
 
 from limpet.experiments.data import Examples, images
+from limpet.experiments.gaussian_rehearsal import GaussianRehearsal
 from limpet.experiments.methods import Method
 from limpet.experiments.networks import NETWORKS, Network
 from limpet.experiments.recipe import Preset, Recipe, load_preset
@@ -19,6 +20,7 @@ __all__ = [
     "NETWORKS",
     "SEQUENCES",
     "Examples",
+    "GaussianRehearsal",
     "Method",
     "Network",
     "Preset",

@@ -197,7 +197,7 @@ class Laplace(WithMemory):
 
     kind: type[limpet.OnlineLaplace | limpet.PerTaskLaplace | limpet.ApproximateLaplace]
     memory: limpet.OnlineLaplace | limpet.PerTaskLaplace | limpet.ApproximateLaplace
-    structures = ("kronecker", "diagonal", "kronecker-sum", "dense")
+    structures: tuple[str, ...] = ("kronecker", "diagonal", "kronecker-sum", "dense")
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         super().__init__(model, recipe)

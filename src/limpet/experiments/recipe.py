@@ -126,6 +126,7 @@ class MemorySettings(Part):
 
     Attributes:
         repair: Strength of repairs, for methods that use them.
+        rehearsal: Weight of the divergence on drawn inputs, for methods that use it.
         strength: Multiplier of the Fisher (c for Synaptic Intelligence), or "auto".
         budget: Instead of a strength, the allowed loss increase on earlier tasks per task, in nats per example.
         prior_precision: Precision of the Gaussian prior.
@@ -142,6 +143,7 @@ class MemorySettings(Part):
     """
 
     repair: float = Field(1.0, ge=0)
+    rehearsal: float = Field(1.0, ge=0)
     strength: Annotated[float, Field(ge=0)] | Literal["auto"] = 1.0
     budget: float | None = Field(None, gt=0)
     prior_precision: float = Field(1.0, ge=0)
