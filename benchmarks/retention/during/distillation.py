@@ -13,5 +13,9 @@ def extra(bench: Bench, model: Any, value: float) -> Extra:
 
 
 METHOD = During(
-    "distillation", "nothing; the model before", candidates=(0.1, 0.3, 1.0), chosen={"vision": 0.3}, extra=extra
+    "distillation",
+    "nothing; the model before",
+    candidates=(0.1, 0.3, 1.0),
+    chosen={"vision": 0.3, "language": 0.3},
+    extra=extra,
 )

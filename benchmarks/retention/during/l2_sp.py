@@ -12,4 +12,6 @@ def extra(bench: Bench, model: Any, value: float) -> Extra:
     return lambda *_: 0.5 * value * bench.displaced(model)
 
 
-METHOD = During("L2-SP", "nothing", candidates=(1e-3, 1e-2, 1e-1), chosen={"vision": 1e-3}, extra=extra)
+METHOD = During(
+    "L2-SP", "nothing", candidates=(1e-3, 1e-2, 1e-1), chosen={"vision": 1e-3, "language": 1e-2}, extra=extra
+)
