@@ -252,11 +252,11 @@ class MatrixLayer(Layer):
 
     def squares(self, call: Call) -> Tensor | None:
         """Compute the sum of the squared per-sample gradients if every example has a single position."""
-        g, a = _output_gradient(call), call.data
+        g = _output_gradient(call)
         if g.shape[-2] != 1:
             return None
         squared = g.squeeze(-2).square()
-        product = squared.mT @ a.squeeze(-2).to(g.dtype).square()
+        product = squared.mT @ call.data.squeeze(-2).to(g.dtype).square()
         if self.has_bias:
             product = torch.cat([product, squared.sum(-2).unsqueeze(-1)], -1)
         return product

@@ -12,7 +12,8 @@ from torch import Tensor
 from limpet.curvature import Fisher
 from limpet.curvature.privacy import Privacy
 from limpet.errors import LimpetError, UnsupportedError
-from limpet.methods.laplace import Laplace, probe_rows
+from limpet.methods.laplace import Laplace
+from limpet.methods.probed_memory import probe_rows
 from limpet.model import PER_SAMPLE, Forward
 from limpet.posterior import BlockPosterior
 

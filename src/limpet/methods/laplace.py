@@ -2,63 +2,46 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from limpet.curvature import FISHERS, Displacement, Fisher, FisherPass
 from limpet.deprecation import renamed_arguments
 from limpet.distributed import current, together
 from limpet.errors import (
-    FallbackWarning,
     LimpetError,
-    LimpetWarning,
-    NotProtectedWarning,
-    UnsupportedError,
     finite_number,
     positive_whole,
-    warn,
     whole_number,
 )
-from limpet.forgetting.loss_curve import Curve
 from limpet.likelihoods import Likelihood
-from limpet.methods.agreement import consolidating, sharing
-from limpet.methods.limits import check_strength
-from limpet.methods.memory import MAX_FACTOR_SIZE, NO_PROBE, Memory
+from limpet.methods.agreement import sharing
+from limpet.methods.memory import MAX_FACTOR_SIZE, NO_PROBE
 from limpet.methods.private import (
     check_private,
     described,
     privacy_text,
     restored,
-    warn_of_exposed_inputs,
 )
+from limpet.methods.probed_memory import probe_rows
 from limpet.methods.rank_target import rank_within
 from limpet.methods.repair_pass import RepairOptions, repaired
-from limpet.model import PER_SAMPLE, Forward, counted_examples, full_precision
-from limpet.model.batch import FirstBatches
-from limpet.posterior import BlockPosterior, Posterior
+from limpet.methods.task_update import TaskUpdate
+from limpet.model import Forward, counted_examples
 from limpet.posterior.sharding import fisher_pass
-from limpet.precision import Precision
 
 if TYPE_CHECKING:
     from limpet.curvature.batch_step import StepOptions
     from limpet.curvature.checkpoint import Checkpoint
     from limpet.curvature.privacy import Privacy
     from limpet.forgetting.forecast import Forecast
-    from limpet.forgetting.measurement import Curves
-    from limpet.forgetting.probe import Probe
     from limpet.forgetting.repair import Repair
     from limpet.methods import state_dict
     from limpet.protection.repair_step import Repairer
-
-MOVED = 1e-4
-"""Largest relative distance between weights and mean that rounding alone can explain."""
 
 REPAIRED_WITH = 10_000
 """Number of examples (or tokens) with which protection by repair measures the curvature of the new data."""
@@ -67,16 +50,7 @@ LOOK = 2000
 """Number of examples for the preliminary Fisher pass of `smoothing`."""
 
 
-def probe_rows(probe: int | None) -> int | None:
-    """Check the `probe` argument of `consolidate`, and return it."""
-    if probe is not None and positive_whole("probe", probe) > FirstBatches.LIMIT:
-        raise ValueError(
-            f"probe= must be at most {FirstBatches.LIMIT}: for more examples call memory.add_probe(batches)"
-        )
-    return probe
-
-
-class Laplace(Memory):
+class Laplace(TaskUpdate):
     """Base class of memories whose precision is a sum of Fishers, each measured at the end of a task.
 
     Abstract: use `limpet.OnlineLaplace`, `limpet.PerTaskLaplace` or `limpet.ApproximateLaplace`, which take these
@@ -341,44 +315,6 @@ class Laplace(Memory):
                 batches, examples=examples, limit=limit, progress=progress, checkpoint=checkpoint
             )
 
-    def add_probe(self, batches: Iterable[Any], *, forward: Forward | None = None) -> None:
-        """Store inputs with the model's current outputs, for `drift` to be measured on.
-
-        Inputs that were not consolidated are the most informative, because a repair removes exactly the forgetting
-        that is visible on the consolidated ones.
-
-        If the model is sharded, every rank passes its share of the data, and all ranks store all of it.
-
-        Args:
-            batches: The data. The memory's file will contain their inputs, but not their targets unless `forward` is
-                given.
-            forward: As for `consolidate`.
-
-        Raises:
-            LimpetError: If the weights have changed since the last consolidation.
-            UnsupportedError: If a task was consolidated with `privacy`.
-        """
-        self._reject_inside_protect()
-        if any(self.privacy):
-            raise UnsupportedError(
-                "this memory has private tasks, but a probe would store inputs as they are: keep the inputs elsewhere"
-            )
-        sharded = self.posterior.sharding is not None
-        with together("add_probe", current() if sharded else None, runs_model=sharded):
-            self._reject_moved()
-            self.probes = (*self.probes, self._record_probe(batches, forward))
-
-    def _reject_moved(self) -> None:
-        """Raise LimpetError if the weights are not those of the last consolidation."""
-        for blocks, weights in self.posterior.rounds():
-            for held in blocks:
-                moved = held.displacement(weights).norm() if held.tasks else 0.0
-                if moved > MOVED * held.mean.norm():
-                    raise LimpetError(
-                        f"{held.block.name} has moved since it was consolidated, but a probe must record the outputs "
-                        "from before: call add_probe right after memory.consolidate(...)"
-                    )
-
     def _repairer(self, examples: int, budget: float | None, options: Mapping[str, Any] | None) -> Repairer | str:
         if not self.tasks:
             return "no task has been consolidated yet"
@@ -396,23 +332,6 @@ class Laplace(Memory):
             return repaired(self, batches, RepairOptions(**{"forward": forward, **chosen}))
 
         return run
-
-    def _share(self, rows: int) -> int:
-        """The number of rows that this rank contributes to a probe."""
-        sharding = self.posterior.sharding
-        return rows if sharding is None else -(-rows // sharding.ranks.size)
-
-    def _record_probe(self, batches: Iterable[Any], forward: Forward | None) -> Probe:
-        """Record a probe of these batches with the model's current outputs."""
-        from limpet.forgetting.probe import Probe
-
-        sharding, seed, batches = self.posterior.sharding, self.seed + self.tasks, list(batches)
-        blocks = [held.block for held in self.posterior.held.values()]
-        if sharding is not None:  # all ranks run the model together, and store the same probe
-            blocks = list(sharding.blocks.values())
-            batches = [batch for some in sharding.ranks.gather(batches) for batch in some]
-        held = {name for block in blocks for name in block.parameters}
-        return Probe.record(self.model, batches, self.likelihood, forward, held=held, seed=seed)
 
     def _perturbation(
         self, batches: Iterable[Any], examples: int | None, limit: int | None, forward: Forward | None
@@ -445,170 +364,6 @@ class Laplace(Memory):
     def _step_options(self, forward: Forward | None) -> StepOptions:
         """Return the options of the next pass: the settings of this memory, with a seed of its own for every task."""
         return {"fisher": self.fisher, "draws": self.draws, "seed": self.seed + self.tasks, "forward": forward}
-
-    def _settle(self, fishers: list[Fisher], forward: Forward | None, privacy: Privacy | None = None) -> None:
-        """Update the memory with the measured Fishers, of which the last is that of the newest task.
-
-        After a first task, whose Fisher is in the memory as it is, its terms are dropped from the list.
-        """
-        with full_precision(), torch.inference_mode(False):
-            with self._all_or_nothing():
-                self._add_task(fishers, forward)
-                self.privacy = (*self.privacy, privacy)
-            if privacy is None:
-                warn_of_exposed_inputs(fishers)
-                # in a sharded model the terms are freed while the blocks are updated, so that both need not fit
-                if not self._automatic and self.posterior.sharding is None:
-                    if self.tasks == 1:
-                        fishers[-1] = fishers[-1].without_terms()
-                    self._measure_curve(fishers[-1], forward)
-
-    @contextmanager
-    def _on_all_ranks(self, batches: Iterable[Any], arguments: Mapping[str, Any]) -> Iterator[None]:
-        """Guard a consolidation: if it fails on a rank, the memory is restored on all of them."""
-        restoring = self._all_or_nothing() if current() is not None else nullcontext()
-        with restoring, consolidating(self.posterior, self._settings, batches, arguments):
-            yield
-        self._recenter()
-
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """Restore the memory if the body raises."""
-        held, constant, sharding = dict(self.posterior.held), self.posterior.constant, self.posterior.sharding
-        quantized = self.posterior.quantized
-        sharded = None if sharding is None else (sharding.blocks, sharding.owners)
-        names = (
-            "_strength",
-            "_direct",
-            "history",
-            "unused",
-            "examples",
-            "tasks",
-            "probes",
-            "privacy",
-            "_proximal_state",
-            "repair_mark",
-            "_doubted",
-            "_off_center",
-        )
-        before = {name: getattr(self, name) for name in (*names, "_trained_with")}
-        try:
-            yield
-        except BaseException:
-            self.posterior.held, self.posterior.constant, self.posterior.quantized = held, constant, quantized
-            if sharding is not None and sharded is not None:
-                sharding.blocks, sharding.owners = sharded
-            for name, value in before.items():
-                setattr(self, name, value)
-            raise
-
-    def _add_task(self, fishers: list[Fisher], forward: Forward | None) -> None:
-        from limpet.posterior.perturbation import with_task
-
-        newest = fishers[-1]
-        self._warn_of_fallback(newest)
-        self._direct = self._direct | {name for b in newest.blocks if b.kind == PER_SAMPLE for name in b.parameters}
-        self.posterior.arrange(newest.blocks)
-        moved = self._forecast().quadratic
-        curve, coherent = Curve(), None
-        if self._automatic:
-            curve, coherent = self._curves(self.tasks, with_task(self.posterior, newest, 1.0), newest, forward)
-            self._strength = curve.strength
-        self._update(fishers)
-        self.history = self.history.learned(int(newest.examples), curve, moved, coherent)
-        self.repair_mark, self._doubted = None, False
-        self._check_protected_count(newest.examples)
-        self.unused = newest.unused
-        self.examples += int(newest.examples)
-        self.tasks += 1
-        self._proximal_state = None
-        if newest.unused:
-            first = sorted(newest.unused)[0]
-            warn(
-                f"{len(newest.unused)} parameters had no gradient in this task (such as {first}), so this task "
-                "adds no information about them; leave them out with exclude=[...] if they belong to other tasks",
-                NotProtectedWarning,
-            )
-
-    def _update(self, fishers: list[Fisher]) -> None:
-        """Update every block for which the newest task has curvature.
-
-        In a sharded model its sums are then freed, and it keeps its mean from before: see `_recenter`.
-        """
-        sharded, after = self.posterior.sharding is not None, dict[str, BlockPosterior]()
-
-        def update(held: BlockPosterior, weights: Mapping[str, Tensor]) -> BlockPosterior:
-            mean = held.matrix(weights).detach()
-            mean = mean if sharded else mean.clone()
-            found = self._updated(held, fishers, mean)
-            check_strength(found, self._strength)
-            for fisher in fishers if sharded else ():
-                fisher.terms.pop(held.block.name, None)
-            return replace(found, mean=held.mean) if sharded else found
-
-        for blocks, weights in self.posterior.rounds():
-            for held in blocks:
-                if fishers[-1].speaks_of(held.block):
-                    after[held.block.name] = update(held, weights)
-        self.posterior.held = {**self.posterior.held, **after}
-        self._off_center = frozenset(after) if sharded else None
-
-    def _recenter(self) -> None:
-        """Replace the means of a sharded memory by the weights, once the update has succeeded on all ranks.
-
-        The means of before and the new ones are each as large as the weights: only one of them fits.
-        """
-        blocks, self._off_center = self._off_center, None
-        if blocks is None:
-            return
-        try:
-            with together("consolidate", current()), full_precision(), torch.inference_mode(False):
-                self.posterior.recenter(blocks)
-        except BaseException:
-            self.posterior.inconsistent = True
-            raise
-
-    def _curves(self, number: int, posterior: Posterior, newest: Fisher, forward: Forward | None) -> Curves:
-        """Measure how the loss of the newest task, task `number`, increases around a posterior that includes it."""
-        from limpet.forgetting.measurement import measure
-
-        return measure(posterior, newest, self.likelihood, forward, self.seed + number)
-
-    def _measure_curve(self, newest: Fisher, forward: Forward | None) -> None:
-        """Measure the loss curve of the newest task; if that fails, the task stays consolidated without one."""
-        try:
-            self.history = self.history.with_curves(*self._curves(self.tasks - 1, self.posterior, newest, forward))
-        except Exception as error:
-            if current() is not None:
-                raise  # the other ranks would wait in a collective
-            warn(
-                f"the loss curve of this task could not be measured ({type(error).__name__}: {error}); the task is "
-                "consolidated, but its forecasts use only the quadratic approximation, which underestimates forgetting",
-                LimpetWarning,
-            )
-
-    def _warn_of_fallback(self, newest: Fisher) -> None:
-        planned = {name for block in self._planned() if block.kind != PER_SAMPLE for name in block.parameters}
-        fallen = [b.name for b in newest.blocks if b.kind == PER_SAMPLE and b.name in planned]
-        if fallen:
-            warn(
-                f"{len(fallen)} parameters (such as {fallen[0]}) are used in a way that forward hooks on their "
-                "layers do not capture; they fall back to an exact diagonal computed from per-sample gradients, which "
-                "is slow",
-                FallbackWarning,
-            )
-
-    @abstractmethod
-    def _updated(self, held: BlockPosterior, fishers: list[Fisher], mean: Tensor) -> BlockPosterior:
-        """Return the block's posterior after the task, whose trained weights are `mean`."""
-
-    def _added(self, held: BlockPosterior, fishers: list[Fisher]) -> Precision:
-        """Return the block's precision plus strength times each Fisher."""
-        precision = held.precision
-        for fisher in fishers:
-            for term in fisher.terms.get(held.block.name, ()):
-                precision = precision.add(term, self._strength)
-        return precision
 
     @property
     def _content_text(self) -> str:

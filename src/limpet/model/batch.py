@@ -66,11 +66,7 @@ def plain_batch(batch: Any) -> Any:
     Returns:
         The batch, with the same tensors.
     """
-    if isinstance(batch, Mapping):
-        return {key: plain_batch(value) for key, value in batch.items()}
-    if type(batch) in (tuple, list):
-        return type(batch)(plain_batch(item) for item in batch)
-    return batch
+    return _mapped(lambda leaf: leaf, batch)
 
 
 def batch_size(batch: Any) -> int | None:
