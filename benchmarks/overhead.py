@@ -15,6 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -43,9 +44,11 @@ BOUNDS = {
     "MLP: protected step, gradient, memory of two tasks": 2.4,
     "MLP: protected step, proximal, every=8, rank 128": 1.15,
     "MLP: protected step, gradient, rank 128, memory of two tasks": 2.0,
+    "MLP: entering and leaving protect, proximal, in plain steps": 10.0,
     "LoRA of rank 8, 1536 x 1536: gradient of the penalty, of the dense one": 0.2,
 }
 Batches = list[tuple[Tensor, Tensor]]
+Protect = Callable[[], AbstractContextManager[object]]
 clock = time.perf_counter
 
 
@@ -67,15 +70,23 @@ def data(*shape: int, batches: int = BATCHES) -> Batches:
     return [(torch.randn(BATCH, *shape), torch.randint(0, 10, (BATCH,))) for _ in range(batches)]
 
 
-def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """The seconds, by `clock`, of every case in every round, after one round to warm up."""
+def interleaved(
+    cases: Mapping[str, Callable[[], object]],
+    rounds: int,
+    within: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext(),
+) -> dict[str, list[float]]:
+    """The seconds, by `clock`, of every case in every round, after one round to warm up.
+
+    Every case runs within a context, made from its name, which is entered and left outside of the timing.
+    """
     times: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(rounds + 1):
         for name, case in cases.items():
-            start = clock()
-            case()
-            if number:
-                times[name].append(clock() - start)
+            with within(name):
+                start = clock()
+                case()
+                if number:
+                    times[name].append(clock() - start)
     return times
 
 
@@ -141,28 +152,31 @@ def steps(label: str, model: nn.Module, batches: Batches, rounds: int) -> dict[s
             torch.autograd.backward(F.cross_entropy(model(x), y))
             optimizer.step()
 
-    def protected(tasks: int, mode: str, every: int, rank: int | None = None) -> Callable[[], None]:
+    def protected(tasks: int, mode: str, every: int, rank: int | None = None) -> Protect:
         # weak: gradient mode must not diverge while it is timed
         memory = limpet.OnlineLaplace(model, strength=1e-3, rank=rank)
         for task in range(tasks):
             memory.consolidate([(x.roll(task, 1), y) for x, y in batches], progress=False)
+        return lambda: memory.protect(optimizer, examples=BATCH * len(batches), mode=mode, every=every)
 
-        def run() -> None:
-            with memory.protect(optimizer, examples=BATCH * len(batches), mode=mode, every=every):
-                train()
-
-        return run
-
-    cases = {
-        "bare": train,
+    protections: dict[str, Protect] = {
+        "bare": nullcontext,
         "proximal, every=8": protected(1, "proximal", 8),
         "gradient": protected(1, "gradient", 1),
         "gradient, memory of two tasks": protected(2, "gradient", 1),
         "proximal, every=8, rank 128": protected(1, "proximal", 8, RANK),
         "gradient, rank 128, memory of two tasks": protected(2, "gradient", 1, RANK),
     }
-    times = interleaved(cases, rounds)
-    return {f"{label}: protected step, {name}": ratio(times, name) for name in cases if name != "bare"}
+
+    def enter_and_leave() -> None:
+        with protections["proximal, every=8"]():
+            pass
+
+    times = interleaved(dict.fromkeys(protections, train), rounds, lambda name: protections[name]())
+    ratios = {f"{label}: protected step, {name}": ratio(times, name) for name in protections if name != "bare"}
+    once = statistics.median(interleaved({"once": enter_and_leave}, rounds)["once"])
+    step = statistics.median(times["bare"]) / len(batches)
+    return ratios | {f"{label}: entering and leaving protect, proximal, in plain steps": once / step}
 
 
 class Adapted(nn.Module):
