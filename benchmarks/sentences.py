@@ -30,7 +30,7 @@ import common
 import limpet
 from common import versions
 
-RESULTS = common.RESULTS / "sentences" / "runs.jsonl"
+RESULTS = common.RESULTS / "sentences" / "sequences.jsonl"
 TASKS = ("imdb", "rotten_tomatoes", "order of words")
 RUNS = ("plain", "protect", "protect, refit off", "penalty")
 RATES = ("3e-5", "1e-4", "2e-4")
