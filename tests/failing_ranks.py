@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -267,10 +267,10 @@ def late(rank: int) -> None:
     os._exit(0)
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    what, *words = sys.argv[1:]
+    what, *words = arguments
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rank, size = dist.get_rank(), dist.get_world_size()
     if what == "every":
@@ -286,4 +286,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

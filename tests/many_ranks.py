@@ -24,6 +24,7 @@ import re
 import signal
 import sys
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -263,8 +264,8 @@ def raised_by(action: Any) -> str:
 def fail_while_consolidating(memory: limpet.OnlineLaplace, batches: list[Any], other: Any) -> None:
     """A failed update leaves a memory as it was; one whose means could not all be replaced is not used any more."""
     before = dict(memory.posterior.held)
-    for method, failed in (("limits._fits", memory), ("laplace.Posterior.recenter", other)):
-        with patch(f"limpet.methods.{method}", side_effect=RuntimeError("interrupted")):
+    for method, failed in (("methods.limits._fits", memory), ("posterior.Posterior.recenter", other)):
+        with patch(f"limpet.{method}", side_effect=RuntimeError("interrupted")):
             assert raised_by(lambda failed=failed: failed.consolidate(batches, progress=False)) == "interrupted"
     assert all(memory.posterior.held[name] is held for name, held in before.items()) and memory.tasks == 1
     for use in (other.forecast, lambda: other.save("unused"), lambda: other.consolidate(batches, progress=False)):
@@ -480,21 +481,21 @@ def connect() -> None:
     """Join the other ranks.
 
     torchrun keeps one store over its restarts, in which gloo would find the addresses of processes that are gone, so
-    every attempt has keys of its own.
+    every attempt has keys of its own. Without torchrun the first rank is the store.
     """
-    host, port, attempt, rank, size = (
-        os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE")
-    )
-    timeout = timedelta(seconds=60)
-    store = dist.PrefixStore(f"attempt {attempt}", dist.TCPStore(host, int(port), timeout=timeout))
+    host, port, rank, size = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    attempt, timeout = os.environ.get("TORCHELASTIC_RESTART_COUNT"), timedelta(seconds=60)
+    hosted = attempt is None and rank == "0"
+    tcp = dist.TCPStore(host, int(port), int(size), is_master=hosted, timeout=timeout)
+    store = dist.PrefixStore(f"attempt {attempt}", tcp)
     dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(size), timeout=timeout)
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    what, rest = sys.argv[1], sys.argv[2:]
-    several = dist.is_torchelastic_launched()
+    what, *rest = arguments
+    several = "RANK" in os.environ
     if several:
         connect()
     rank, size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
@@ -505,4 +506,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

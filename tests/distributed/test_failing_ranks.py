@@ -2,50 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
-
 import pytest
 
+import failing_ranks
 import limpet
 from limpet.distributed import Ranks, current, failure, set_timeout, together
 from limpet.errors import RankError
-
-SCRIPT = Path(__file__).parents[1].joinpath("failing_ranks.py")
-
-
-def started(ranks: int, *words: str, timeout: float = 300) -> list[tuple[int, str]]:
-    """The exit codes and the output of ranks without a launcher, which would end all of them when one dies."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
-    command = [sys.executable, str(SCRIPT), *words]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **address, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    deadline = time.monotonic() + timeout
-    try:
-        told = [process.communicate(timeout=deadline - time.monotonic())[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, text) for process, text in zip(processes, told, strict=True)]
+from rank_processes import started
 
 
 def lines(ranks: int, *words: str) -> list[str]:
     """What rank 0 says, of ranks that all succeed."""
-    found = started(ranks, *words)
+    found = started(failing_ranks.main, ranks, *words)
     assert all(f"rank {rank} is done" in text for rank, (_, text) in enumerate(found)), found
     return found[0][1].splitlines()
 
@@ -97,7 +65,7 @@ def test_exceptions_of_loaders_and_layers_reach_all_ranks() -> None:
 @pytest.mark.parametrize(("kind", "dies"), [("replicated", 0), ("replicated", 1), ("sharded", 0), ("sharded", 1)])
 def test_a_killed_rank_is_named_in_one_line(kind: str, dies: int) -> None:
     """Rank 0 hosts the store, so the others have to do without it."""
-    found = started(3, "killed", kind, str(dies))
+    found = started(failing_ranks.main, 3, "killed", kind, str(dies))
     said = [line for _, text in found for line in text.splitlines() if "after less than 30 s" in line]
     assert len(said) == 2 and found[dies][0] == -9, found
     assert all(f": rank {dies} has ended; start all ranks again" in line for line in said), found
@@ -106,7 +74,7 @@ def test_a_killed_rank_is_named_in_one_line(kind: str, dies: int) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_rank_that_does_not_come_is_named_on_all() -> None:
-    found = started(2, "late")
+    found = started(failing_ranks.main, 2, "late")
     expected = "consolidate, comparison: rank 1 has not come here within 2 s"
     assert all(f"rank {rank}: {expected}" in text for rank, (_, text) in enumerate(found)), found
 

@@ -1,9 +1,9 @@
-"""Tests that several processes, started by torchrun, compute the same results as one."""
+"""Tests that several processes compute the same results as one."""
 
 from __future__ import annotations
 
 import json
-import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -17,7 +17,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-import covered
 import limpet
 import many_ranks
 import networks
@@ -26,41 +25,46 @@ from conftest import benchmark
 from limpet import distributed
 from limpet.errors import MemoryFileError
 from limpet.planning.plan import plan
+from rank_processes import started
 
 pytestmark = pytest.mark.ranks
 SCRIPT = Path(__file__).parents[1].joinpath("many_ranks.py")
 
 
-def torchrun(ranks: int, *words: str, restarts: int = 0, timeout: float = 400, fails: bool = False) -> str:
-    """What the ranks print. Whatever happens, no process of theirs is left.
-
-    gloo sometimes aborts while its processes take leave of each other; that is no failure of what they did before.
-    """
+def torchrun(ranks: int, *words: str, restarts: int, timeout: float = 400) -> None:
+    """Run a job of many_ranks.py by a launcher that restarts it. Whatever happens, no process of it is left."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    launcher += ["--max-restarts", str(restarts)]
-    command = [sys.executable, *(launcher if ranks > 1 else []), covered.__file__, str(SCRIPT), *words]
-    env = dict(os.environ)
-    if ranks > 2:  # four ranks run the lines that two do
-        env.pop(covered.CONFIG, None)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+    command = [sys.executable, *launcher, "--max-restarts", str(restarts), str(SCRIPT), *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         told, _ = process.communicate(timeout=timeout)
     finally:
         for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
             child.kill()
         process.kill()
+    assert process.returncode == 0 or gone(told, ranks), told
+
+
+def gone(told: str, ranks: int) -> bool:
+    """Whether all ranks had done their job: gloo sometimes aborts while its processes take leave of each other."""
+    return all(f"rank {rank} is done" in told for rank in range(ranks))
+
+
+def on_ranks(ranks: int, *words: str, fails: bool = False) -> str:
+    """What the ranks print that do a job of many_ranks.py."""
+    found = started(many_ranks.main, ranks, *words)
+    told = "".join(text for _, text in found)
     if fails:
-        assert process.returncode != 0
-        return told
-    aborted = "SIGABRT" in told and all(f"rank {rank} is done" in told for rank in range(ranks))
-    assert process.returncode == 0 or aborted, told
+        assert all(code != 0 for code, _ in found)
+    else:
+        assert gone(told, ranks) and all(code in (0, -signal.SIGABRT) for code, _ in found), found
     return told
 
 
 def run(ranks: int, job: str, folder: Path) -> None:
     """Run a job of many_ranks.py, in this process if it is for one rank."""
     if ranks > 1:
-        torchrun(ranks, job, str(folder))
+        on_ranks(ranks, job, str(folder))
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -86,7 +90,7 @@ def test_outputs_are_protected_on_two_ranks_as_on_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("job", ["pass", "pass-sharded"])
 def test_the_memory_of_many_ranks_is_that_of_one(job: str, ranks: int, alone: Path, tmp_path: Path) -> None:
-    torchrun(ranks, job, str(tmp_path))
+    on_ranks(ranks, job, str(tmp_path))
     names = sorted(path.name for path in tmp_path.iterdir())
     assert len(names) == len(many_ranks.networks_on(ranks)) * len(many_ranks.STRUCTURES) * len(many_ranks.FISHERS)
     for name in names:
@@ -124,7 +128,7 @@ def test_adapters_of_a_sharded_model_are_protected_as_in_one_process(tmp_path: P
     sharded_adapters.remember(tmp_path)
     sharded_adapters.run(tmp_path, 0, 1)
     for ranks in (2, 4):
-        torchrun(ranks, "adapters", str(tmp_path))
+        on_ranks(ranks, "adapters", str(tmp_path))
     for name in sharded_adapters.RUNS:
         one = load_file(tmp_path / f"{name} 1.safetensors")
         assert 0 < one["drift before"] < one["drift"] and one["penalised"] == 12 and one["reached"] == 6
@@ -172,14 +176,14 @@ def test_loss_curves_of_a_sharded_model_are_those_of_one_process(tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_model_may_be_sharded_over_one_rank(tmp_path: Path) -> None:
-    torchrun(1, "single", str(tmp_path))
+    on_ranks(1, "single", str(tmp_path))
 
 
 @pytest.mark.slow
 def test_a_memory_kept_on_four_ranks_is_the_same_on_two_and_on_one(tmp_path: Path) -> None:
-    torchrun(4, "keep", str(tmp_path))
+    on_ranks(4, "keep", str(tmp_path))
     for ranks in (2, 1):
-        torchrun(ranks, "reload", str(tmp_path))
+        on_ranks(ranks, "reload", str(tmp_path))
     kept = load_file(tmp_path / "memory.safetensors")
     assert any(name.startswith("force/") for name in kept) and any(name.endswith("slope") for name in kept)
     for name in ("memory.safetensors", "now", "later"):
@@ -214,9 +218,9 @@ def test_a_pass_goes_on_after_a_kill_on_as_many_ranks_and_on_others(kind: str, t
     before, after = {"replicated": (4, 1), "sharded": (2, 4)}[kind]  # fewer ranks, and more
     folder = tmp_path / "others"
     folder.mkdir()
-    torchrun(before, "stoppable", str(folder), kind, "all", fails=True)
+    on_ranks(before, "stoppable", str(folder), kind, "all", fails=True)
     assert list(folder.glob("pass*"))
-    told = torchrun(after, "stoppable", str(folder), kind, "nobody")
+    told = on_ranks(after, "stoppable", str(folder), kind, "nobody")
     calls = sum(int(words.split()[0]) for words in told.split(" made ")[1:])
     assert 0 < calls < 11 + 3 * after  # less than all batches and every rank's audits
     same_memory(whole / "memory.safetensors", folder / "memory.safetensors", 1e-6)
@@ -235,7 +239,7 @@ def test_two_ranks_take_a_task_in_sooner_than_one() -> None:
 @pytest.mark.timing
 def test_no_rank_holds_the_memory_of_a_model_in_pieces(tmp_path: Path) -> None:
     def told(ranks: int) -> list[dict[str, Any]]:
-        torchrun(ranks, "bytes", str(tmp_path))
+        on_ranks(ranks, "bytes", str(tmp_path))
         return [json.loads((tmp_path / f"{rank} of {ranks}.json").read_text()) for rank in range(ranks)]
 
     (one,), many = told(1), told(4)
@@ -282,20 +286,20 @@ def test_what_a_rank_keeps_and_sends_is_foreseen() -> None:
 
 @pytest.mark.slow
 def test_whole_numbers_are_added_up_as_such() -> None:
-    torchrun(2, "reduced")
+    on_ranks(2, "reduced")
 
 
 @pytest.mark.slow
 def test_a_callback_with_a_sharded_memory(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    torchrun(2, "callback", str(tmp_path))
+    on_ranks(2, "callback", str(tmp_path))
     model, _, _ = networks.build("transformer")
     assert limpet.load(tmp_path / "checkpoint-3", model).tasks == 1
 
 
 @pytest.mark.slow
 def test_what_is_wrong_on_one_rank_is_heard_on_all() -> None:
-    told = torchrun(2, "wrong")
+    told = on_ranks(2, "wrong")
     for rank in (0, 1):
         heard = f"rank {rank} heard: consolidate failed on rank 1: CurvatureError: the model's outputs contain inf"
         assert heard in told
