@@ -157,7 +157,7 @@ def diagonal_ratios(learner: Learner, lesson: Lesson) -> dict[str, Tensor]:
                 assert isinstance(precision, Kronecker)
                 columns, rows = precision.inputs.columns, precision.outputs.columns
                 assert isinstance(columns, Tensor) and isinstance(rows, Tensor)
-                a2 = (torch.cat([a, torch.ones(len(a), 1)], 1) @ columns).square()
+                a2 = (torch.cat([a.detach(), torch.ones(len(a), 1)], 1) @ columns).square()
                 g2 = (g @ rows).square()
                 sums = (g2.mT @ a2, g2.sum(0), a2.sum(0))
                 found[name] = sums if name not in found else tuple(map(torch.add, found[name], sums))  # type: ignore[assignment]
