@@ -27,7 +27,9 @@ from torch import nn
 
 import common
 from limpet.methods.memory import MAX_FACTOR_SIZE
-from limpet.planning.plan import Load, Plan, in_bytes, percent, plan
+from limpet.planning.load import Load
+from limpet.planning.plan import Plan, plan
+from limpet.planning.table import in_bytes, percent
 from ranks import BATCHES, EVERY, RESULTS, TASKS, deep
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,8 @@ import pytest
 from test_cli import limpet as limpet_command
 
 from limpet.planning.meta_model import blueprint
-from limpet.planning.plan import in_bytes, plan
+from limpet.planning.plan import plan
+from limpet.planning.table import in_bytes
 
 STRUCTURES = ["diagonal", "kronecker", "kronecker-sum"]
 Command = Callable[..., tuple[int, str, str]]

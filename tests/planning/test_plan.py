@@ -21,7 +21,8 @@ from limpet.distributed.assignment import share
 from limpet.errors import LimpetError, UnsupportedError
 from limpet.model import discover
 from limpet.planning.block_shape import EIGENVECTORS, BlockShape
-from limpet.planning.plan import in_bytes, plan
+from limpet.planning.plan import plan
+from limpet.planning.table import in_bytes
 
 Batch = dict[str, Tensor] | tuple[Tensor, Tensor]
 STRUCTURES = ["diagonal", "kronecker", "kronecker-sum", "dense"]

@@ -5,46 +5,15 @@
     print(plan(model, ranks=8))
 
 The model may be on the meta device: only shapes are used. The formulas for one block are in
-`limpet.planning.block_shape`; this module sums them for two ways to distribute a memory over N ranks:
-
-- replicated, as with DistributedDataParallel: every rank has the whole memory and does all of the work. A protected
-  step sends nothing; a consolidation all-reduces the accumulated sums once, for which each rank sends 2 (N - 1) / N of
-  their size.
-- sharded, under fully_shard: every block is owned by one rank (`limpet.distributed.assignment`). In a protected step,
-  the owner receives the missing shards of the block's weights and sends back the results: with w bytes of weights in
-  its own blocks out of W in total, a rank sends w (N - 1) / N and its shards of the other blocks, (W - w) / N; on
-  average 2 W (N - 1) / N^2. With every batch of a curvature pass, the sums of each block are sent to its owner, and in
-  a consolidation the weights are sent three times.
-
-The peak of a consolidation is the maximum over its phases, not counting the forward and backward passes of the network.
-Replicated:
-
-    update      the memory before the task, the sums of all blocks, the updated part of the blocks so far, and the
-                workspace for the current block
-    loss curve  the memory after the task, the sums (except of a first task, which are in the memory), two times the
-                weights (displacements, and displaced weights) and two times the largest block, or the weights and six
-                times that block while displacements are drawn (seven times if it is truncated); with auto_strength, a
-                trial memory is evaluated next to the previous one
-
-Sharded, where a rank has the sums and the memory of its own blocks only, and no loss curve is measured (with
-auto_strength one is, which is not counted, as a note says):
-
-    pass        the memory before the task, the sums, and the sums of one block for one batch, in transit to its owner
-    forecast    the memory before the task, the sums, and what the forecast of one block takes, with its weights
-    update      as above, except that the weights of one block are gathered, its sums are freed after its update, and
-                the new means are left out: they replace those of before, block by block, once all ranks have succeeded
-
-During protection, gradient mode keeps the gradients including the penalty, and proximal mode the displacements of all
-blocks; if sharded, both also hold what is sent and received. The workspace of one block is added in all cases.
+`limpet.planning.block_shape`, and those for a rank in `limpet.planning.load`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -57,6 +26,8 @@ from limpet.methods.memory import MAX_FACTOR_SIZE
 from limpet.model import PER_SAMPLE, Block, discover, named_parameters, unwrapped
 from limpet.model.adapters import adapted_parameters
 from limpet.planning.block_cost import BlockCost, CostModel
+from limpet.planning.load import Load, replicated_load, sharded_load, total
+from limpet.planning.table import blocks_table, in_bytes, percent
 from limpet.posterior.summary import aligned
 from limpet.precision import STRUCTURES
 from limpet.precision.storage import DTYPES, EIGHT_BITS
@@ -68,33 +39,6 @@ STORAGE_DTYPES = (None, *DTYPES, EIGHT_BITS)
 UNCOUNTED = (
     'sharded, the loss curve that strength="auto" measures is not counted: allow for a second memory and its sums'
 )
-
-
-class Load(NamedTuple):
-    """The load of one rank, in bytes and operations. `a | b` is the elementwise maximum.
-
-    Attributes:
-        memory: Bytes of the memory.
-        peak: Peak bytes during a consolidation.
-        ready: Additional bytes during protection.
-        sent_step: Bytes sent in a protected step.
-        sent_task: Bytes sent once in a consolidation.
-        sent_batch: Bytes sent with every batch of its curvature pass.
-        step: Operations that protection adds to a step.
-        update: Operations of the update with a task, after its curvature pass.
-    """
-
-    memory: int = 0
-    peak: int = 0
-    ready: int = 0
-    sent_step: int = 0
-    sent_task: int = 0
-    sent_batch: int = 0
-    step: int = 0
-    update: int = 0
-
-    def __or__(self, other: Load) -> Load:
-        return Load(*map(max, self, other))
 
 
 @dataclass(frozen=True)
@@ -140,7 +84,7 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """Bytes of the memory, equal to `memory.nbytes` of an unsharded memory."""
-        return _total(self.rows, "bytes")
+        return total(self.rows, "bytes")
 
     @property
     def training(self) -> int:
@@ -150,60 +94,12 @@ class Plan:
     @cached_property
     def replicated(self) -> Load:
         """The load of every rank if the memory is replicated."""
-        rows, gradient = self.rows, self.mode == "gradient"
-        sums, room = _total(rows, "sums"), max(row.room for row in rows)
-        more = _total(rows, "ready") + _total(rows, "trained") if gradient else _total(rows, "weights")
-        sent = 2 * sums * (self.ranks - 1) // self.ranks
-        return self._load(rows) | Load(peak=self._curve(), ready=more + room, sent_task=sent)
-
-    def _curve(self) -> int:
-        """Bytes held while the loss curve of a task is measured."""
-        rows, weights = self.rows, _total(self.rows, "weights")
-        beside = _total(rows, "before") - weights if self.auto_strength else _total(rows, "lasting")
-        first = all(row.before == row.weights for row in rows) and not self.auto_strength
-        known = beside + sum(row.fresh + row.eigenvectors for row in rows) + (0 if first else _total(rows, "sums"))
-        most = max((6 + row.truncated) * row.weights for row in rows)
-        pushed = max(2 * weights + 2 * max(row.weights for row in rows), weights + most)
-        return known + max(pushed, 7 * max(row.eigenvectors for row in rows))
+        return replicated_load(self.rows, self.ranks, self.mode, auto_strength=self.auto_strength)
 
     @cached_property
     def sharded(self) -> Load:
         """The maximum load of any rank if the memory is sharded."""
-        own: list[list[BlockCost]] = [[] for _ in range(self.ranks)]
-        for row in self.rows:
-            own[row.owner].append(row)
-        most = Load()
-        for rows in own:
-            most |= self._load(rows, sharded=True) | self._exchange(rows)
-        return most
-
-    def _exchange(self, rows: Sequence[BlockCost]) -> Load:
-        """The communication of a rank that owns these blocks, and the bytes held during it."""
-        sums, trained, whole = (_total(self.rows, name) for name in ("sums", "trained", "whole"))
-        own_sums, own_trained, own_whole = (_total(rows, name) for name in ("sums", "trained", "whole"))
-        in_transit = max(row.sums for row in self.rows)
-        gathered = max((row.whole * 3 for row in rows), default=0)  # received, put together, and the shards for others
-        forecast = max((row.whole + row.forecast for row in rows), default=0)
-        given_back = own_whole + _total(rows, "laid_out") + trained // self.ranks
-        room = max((row.room for row in rows), default=0)
-        ready = _total(rows, "ready") if self.mode == "gradient" else 0
-        return Load(
-            peak=_total(rows, "before") + own_sums + max(in_transit, gathered, forecast),
-            ready=ready + own_whole + _total(rows, "weights") + max(room, given_back),
-            sent_step=(own_trained * (self.ranks - 2) + trained) // self.ranks,
-            sent_task=3 * (whole - own_whole) // self.ranks,
-            sent_batch=sums - own_sums,
-        )
-
-    def _load(self, rows: Sequence[BlockCost], sharded: bool = False) -> Load:
-        """The load of these blocks on one rank; if `sharded`, one block's weights are gathered, and its sums freed."""
-        held = peak = _total(rows, "before") + _total(rows, "sums")
-        for row in rows:
-            peak = max(peak, held + row.weights + row.work + sharded * row.whole)
-            held += row.fresh - sharded * (row.mean + row.sums - row.term)
-        peak = max(peak, held + sharded * max((3 * row.whole for row in rows), default=0))
-        memory, step, update = (_total(rows, name) for name in ("bytes", "step", "update"))
-        return Load(memory=memory, peak=peak, step=step, update=update)
+        return sharded_load(self.rows, self.ranks, self.mode)
 
     def share_of_step(self, load: Load) -> float:
         """The operations that protection adds to a step, relative to each rank's share of the training operations."""
@@ -225,19 +121,8 @@ class Plan:
         Returns:
             The table.
         """
-        cells: list[tuple[str, ...]] = [
-            ("block", "blocks", "shape", "structure", "bytes", "of all", "operations a step", "and a task")
-        ]
-        groups = _group_equal(self.rows)
-        for name, rows in groups[:most]:
-            own, first = _total(rows, "bytes"), rows[0]
-            shape, of_all = "x".join(map(str, first.shape)), percent(own / self.nbytes)
-            operations = (f"{_total(rows, what):.2g}" for what in ("step", "update"))
-            cells.append((name, str(len(rows)), shape, first.structure, in_bytes(own), of_all, *operations))
-        left = [row for _, rows in groups[most:] for row in rows] if most is not None else []
-        rest = [f"and {len(left)} smaller blocks, {in_bytes(_total(left, 'bytes'))} in total"] if left else []
         notes = [f"note: {note}" for note in self.notes]
-        return "\n".join([self.title, *aligned(cells), *rest, "", *aligned(self.totals()), *notes])
+        return "\n".join([self.title, *blocks_table(self.rows, most), "", *aligned(self.totals()), *notes])
 
     def totals(self) -> list[tuple[str, ...]]:
         """The rows of the table of totals, with a column for each way to distribute the memory over the ranks."""
@@ -247,7 +132,7 @@ class Plan:
             loads = {"replicated, every rank": self.replicated, fullest: self.sharded}
         lines = {
             "memory": [in_bytes(load.memory) for load in loads.values()],
-            "its file, without published weights": [in_bytes(_total(self.rows, "file"))] * len(loads),
+            "its file, without published weights": [in_bytes(total(self.rows, "file"))] * len(loads),
             "peak of a consolidate, without activations": [in_bytes(load.peak) for load in loads.values()],
             "additional during protection": [in_bytes(load.ready) for load in loads.values()],
             "sent in a protected step": [in_bytes(load.sent_step) for load in loads.values()],
@@ -425,39 +310,3 @@ def _is_cut(sides: Mapping[str, Any]) -> bool:
 
 def _few(names: Sequence[str], what: str) -> str:
     return f"{names[0]} is" if len(names) == 1 else f"{len(names)} {what} (such as {names[0]}) are"
-
-
-def _group_equal(rows: Sequence[BlockCost]) -> list[tuple[str, list[BlockCost]]]:
-    """Group rows that differ only in the numbers in their names, under a name with asterisks; most bytes first."""
-    found: dict[Any, list[BlockCost]] = {}
-    for row in rows:
-        found.setdefault((re.sub(r"\d+", "*", row.block), row.shape, row.structure), []).append(row)
-    named = [(name if len(some) > 1 else some[0].block, some) for (name, _, _), some in found.items()]
-    return sorted(named, key=lambda one: -_total(one[1], "bytes"))
-
-
-def _total(rows: Iterable[BlockCost], name: str) -> int:
-    return sum(getattr(row, name) for row in rows)
-
-
-def percent(share: float) -> str:
-    """Format a fraction as a percentage.
-
-    Examples:
-        >>> percent(0.00123), percent(0.123), percent(12.3)
-        ('0.12 %', '12 %', '1,230 %')
-    """
-    return f"{100 * share:,.0f} %" if share >= 0.0995 or share == 0 else f"{100 * share:.2g} %"
-
-
-def in_bytes(number: float) -> str:
-    """Format a number of bytes with a unit.
-
-    Examples:
-        >>> in_bytes(0), in_bytes(4321), in_bytes(8.4e9)
-        ('nothing', '4.32 kB', '8.4 GB')
-    """
-    for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= 0.9995 * size:
-            return f"{number / size:.{3 if number / size < 999.5 else 4}g} {unit}"
-    return f"{number:.0f} bytes" if number else "nothing"
