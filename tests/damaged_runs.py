@@ -25,10 +25,10 @@ from damage import GENERAL, MEMORY, Files, long_run
 from limpet.errors import LimpetError
 from limpet.experiments import SEQUENCES, Examples, Recipe, Record, TaskSequence, Watcher, run
 from limpet.experiments.omissions import omissions
-from limpet.experiments.recipe import checked
 from limpet.experiments.record import compact_json, with_checksum
 from limpet.experiments.report import summarise, table
 from limpet.experiments.results import gather
+from limpet.experiments.settings import checked
 from limpet.experiments.sweep import SweepResult, Trial, collect, plan, sweep
 from limpet.methods.inspect import inspect
 

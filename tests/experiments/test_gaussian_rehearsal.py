@@ -15,7 +15,7 @@ from limpet.errors import LimpetError
 from limpet.experiments import METHODS, GaussianRehearsal, Recipe
 from limpet.experiments.gaussian_rehearsal import input_gaussian
 from limpet.experiments.networks import build
-from limpet.experiments.recipe import checked
+from limpet.experiments.settings import checked
 
 
 def inputs(seed: int) -> Tensor:

@@ -11,10 +11,10 @@ import pytest
 from limpet.errors import LimpetError
 from limpet.experiments import Recipe, Record
 from limpet.experiments.figures import _statistic
-from limpet.experiments.recipe import checked
 from limpet.experiments.record import Curve, RunFolder, Seconds, load_record, summarised
 from limpet.experiments.report import report, table
 from limpet.experiments.results import gather
+from limpet.experiments.settings import checked
 
 ROWS = [[90.0, 20.0], [80.0, 92.0, 10.0], [70.0, 85.0, 94.0]]
 

@@ -16,12 +16,11 @@ import yaml
 
 from damaged_runs import Blobs, Stop
 from limpet.errors import LimpetError
-from limpet.experiments import SEQUENCES, Recipe, Record, Watcher, run
-from limpet.experiments import recipe as recipes
+from limpet.experiments import SEQUENCES, Recipe, Record, Watcher, run, settings
 from limpet.experiments import sweep as sweeps
-from limpet.experiments.recipe import checked, parse
 from limpet.experiments.record import CHECKPOINT_FORMAT, RunFolder, load_record, load_records
 from limpet.experiments.results import gather
+from limpet.experiments.settings import checked, parse
 from limpet.experiments.sweep import PASSED_ON, Outcome, SweepResult, plan, sweep
 from limpet.io import tensor_file
 from limpet.io.lock import LockedError, folder_lock
@@ -264,7 +263,7 @@ def test_a_recipe_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_recipe_of_many_values_and_one_with_aliases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse("a: &a [1, 2]\nb: *a", "test") == {"a": [1, 2], "b": [1, 2]}
-    monkeypatch.setattr(recipes, "LARGEST", 8)
+    monkeypatch.setattr(settings, "LARGEST", 8)
     assert parse("a: &a [1, 2]\nb: *a\nc: 1", "test") == {"a": [1, 2], "b": [1, 2], "c": 1}
     with pytest.raises(LimpetError, match="more than 8 values"):
         parse("a: &a [1, 2]\nb: *a\nc: [1]", "test")

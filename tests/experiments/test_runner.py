@@ -31,9 +31,10 @@ from limpet.experiments import (
 from limpet.experiments.methods import Method
 from limpet.experiments.metrics import score
 from limpet.experiments.networks import build
-from limpet.experiments.recipe import checked, parse_setting, preset_names
+from limpet.experiments.recipe import preset_names
 from limpet.experiments.record import RunFolder
 from limpet.experiments.runner import Run
+from limpet.experiments.settings import checked, parse_setting
 
 
 @SEQUENCES.register("test-blobs")

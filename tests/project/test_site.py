@@ -58,7 +58,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_reference_has_every_setting_of_a_recipe_with_its_meaning() -> None:
-    from limpet.experiments.recipe import Preset, Recipe, parse_setting
+    from limpet.experiments.recipe import Preset, Recipe
+    from limpet.experiments.settings import parse_setting
 
     rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| `(.*)` \| (.+) \|$", settings.tables(), flags=re.M)
     told = {name: (values, default, meaning) for name, values, default, meaning in rows}

@@ -238,8 +238,9 @@ def _recipe(
     """Return the recipe for the options, its preset, and the parts of the folder name that deviate from the preset."""
     from limpet.experiments import SEQUENCES
     from limpet.experiments.methods import with_structure
-    from limpet.experiments.recipe import load_preset, parse_setting
+    from limpet.experiments.recipe import load_preset
     from limpet.experiments.registry import load_file
+    from limpet.experiments.settings import parse_setting
 
     for path in files:
         load_file(path)
@@ -263,7 +264,7 @@ def _recipe(
 
 def _grid(text: str) -> tuple[str, list[Any]]:
     """Parse `name=value,value` into a dotted name and its values."""
-    from limpet.experiments.recipe import parse_setting
+    from limpet.experiments.settings import parse_setting
 
     name, equals, values = text.partition("=")
     if not equals:

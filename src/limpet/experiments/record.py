@@ -25,11 +25,12 @@ from torch import nn
 
 from limpet.errors import LimpetError
 from limpet.experiments import metrics
-from limpet.experiments.recipe import Part, Recipe, checked, parse
+from limpet.experiments.recipe import Part, Recipe
+from limpet.experiments.settings import checked, parse
 from limpet.io import tensor_file
 from limpet.io.atomic import atomic_write, write_text
 from limpet.io.lock import folder_lock
-from limpet.methods.state_dict import Content
+from limpet.methods.state_header import Content
 from limpet.version import __version__
 
 CHECKPOINT_FORMAT = "limpet run checkpoint"

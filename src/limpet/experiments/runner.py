@@ -22,14 +22,15 @@ from limpet.experiments.log import Log
 from limpet.experiments.methods import Method, with_structure
 from limpet.experiments.metrics import Score, score
 from limpet.experiments.networks import parameter_count
-from limpet.experiments.recipe import Recipe, checked
+from limpet.experiments.recipe import Recipe
 from limpet.experiments.record import ROUND, Curve, Record, RunFolder, Seconds, environment, peak_memory, summarised
 from limpet.experiments.registry import METHODS, load_file
 from limpet.experiments.sequences import experiment_key
+from limpet.experiments.settings import checked
 from limpet.experiments.tasks import Lesson, Lessons
 from limpet.experiments.training import Position, TaskTraining, load_optimizer_state, optimizer_state
 from limpet.io.atomic import remove
-from limpet.methods.state_dict import Content
+from limpet.methods.state_header import Content
 
 CHECKPOINT_SECONDS = 20.0
 

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from limpet.errors import LimpetError
-from limpet.experiments.recipe import Part, Recipe, checked, merged, nested
+from limpet.experiments.recipe import Part, Recipe
 from limpet.experiments.record import Record, RunFolder, compact_json, load_json, with_checksum
 from limpet.experiments.runner import Watcher, run
 from limpet.experiments.sequences import SEQUENCES
+from limpet.experiments.settings import checked, merged, nested
 from limpet.io.atomic import write_text
 from limpet.io.lock import LOCK, LockedError, folder_lock
 

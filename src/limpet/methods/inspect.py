@@ -14,7 +14,7 @@ from limpet.curvature.privacy import Privacy
 from limpet.errors import finite_number
 from limpet.forgetting.loss_curve import TaskHistory
 from limpet.io import tensor_file
-from limpet.methods import memory_file, state_dict
+from limpet.methods import memory_file, state_header
 from limpet.methods.private import restored
 from limpet.posterior.summary import described
 from limpet.precision import STRUCTURES, Precision
@@ -102,14 +102,14 @@ def inspect(path: str | Path) -> Inspection:
         >>> found.settings["method"], [block.shape for block in found.blocks]
         ('online-laplace', [(2, 4)])
     """
-    content = state_dict.Content.of(memory_file.read(path))
-    with state_dict.rejecting_damage():
+    content = state_header.Content.of(memory_file.read(path))
+    with state_header.rejecting_damage():
         metadata = content.metadata
         settings = metadata["settings"]
         examples = int(settings["examples"])
         blocks = [_block(entry, content.tensors, examples) for entry in metadata["blocks"]]
         history = TaskHistory.restore(settings.get("history"))
-        privacy = restored(state_dict.Settings(content).list("privacy"), int(settings["tasks"]))
+        privacy = restored(state_header.Settings(content).list("privacy"), int(settings["tasks"]))
         digest = tensor_file.Tensors(Path(path)).sha256()
         return Inspection(settings, str(metadata["library"]), blocks, history, digest, privacy)
 

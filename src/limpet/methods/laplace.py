@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from limpet.curvature.privacy import Privacy
     from limpet.forgetting.forecast import Forecast
     from limpet.forgetting.repair import Repair
-    from limpet.methods import state_dict
+    from limpet.methods import state_header
     from limpet.protection.repair_step import Repairer
 
 REPAIRED_WITH = 10_000
@@ -373,7 +373,7 @@ class Laplace(TaskUpdate):
         own = {"fisher": self.fisher, "smoothing": self.smoothing, "draws": self.draws, "seed": self.seed}
         return {**super()._settings(), **own, **described(self.privacy)}
 
-    def _read_settings(self, settings: state_dict.Settings) -> dict[str, Any]:
+    def _read_settings(self, settings: state_header.Settings) -> dict[str, Any]:
         return {
             **super()._read_settings(settings),
             "fisher": settings.choice("fisher", FISHERS),

@@ -77,7 +77,7 @@ def load(
         <OnlineLaplace structure='kronecker' strength=1 tasks=1 examples=20 bytes=168>
     """
     from limpet.methods.base_weights import names_its_base
-    from limpet.methods.state_dict import rejecting_damage
+    from limpet.methods.state_header import rejecting_damage
 
     if sha256 is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
         raise ValueError(f"sha256 must consist of 64 hexadecimal digits, not {sha256!r}")

@@ -13,7 +13,7 @@ from limpet.distributed import Ranks
 from limpet.io import sharded_tensor_file, tensor_file
 from limpet.io.shared_tensors import SharedTensors, equal_tensors
 from limpet.io.state import State
-from limpet.methods.state_dict import rejecting_damage
+from limpet.methods.state_header import rejecting_damage
 
 FORMAT = "limpet memory"
 REFLECTIONS = ".reflections"

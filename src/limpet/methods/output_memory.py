@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # imported lazily at run time, to keep `import limpet` fast
     from limpet.forgetting.drift import Drift
     from limpet.forgetting.probe import Probe
     from limpet.forgetting.reference import Reference
-    from limpet.methods.state_dict import Settings
+    from limpet.methods.state_header import Settings
     from limpet.protection.output_protection import Compared, OutputProtection
 
 COPY = "reference/"
@@ -305,14 +305,14 @@ class OutputMemory(ABC):
             MemoryFileError: If the state is corrupted, or was made by another kind of memory or for another model.
         """
         from limpet.forgetting.reference import REFERENCES
-        from limpet.methods import state_dict
+        from limpet.methods import state_dict, state_header
 
         self._reject_inside_protect()
-        content = state_dict.Content.of(state)
+        content = state_header.Content.of(state)
         expected = {"method": self.method, "likelihood": self.likelihood.describe()}
-        state_dict.check_settings(content, expected)
-        with state_dict.rejecting_damage():
-            settings = state_dict.Settings(content)
+        state_header.check_settings(content, expected)
+        with state_header.rejecting_damage():
+            settings = state_header.Settings(content)
             extra = {name.removeprefix("extra/"): content.tensors[name] for name in content.tensors}
             probes = state_dict.read_probes(settings, extra)
             kind = None if content.metadata["settings"]["kind"] is None else settings.choice("kind", REFERENCES[1:])

@@ -33,14 +33,14 @@ def restored(state: State, model: nn.Module, likelihood: Likelihood | None = Non
     Raises:
         MemoryFileError: If the state is corrupted, or was made for another model.
     """
-    from limpet.methods import state_dict
+    from limpet.methods import state_header
 
-    content = state_dict.Content.of(state)
+    content = state_header.Content.of(state)
     settings: dict[str, Any] = content.metadata["settings"]
-    with state_dict.rejecting_damage(), warnings.catch_warnings():
+    with state_header.rejecting_damage(), warnings.catch_warnings():
         warnings.simplefilter("ignore", LimpetWarning)  # they were issued when the memory was created
         kinds: dict[str, type[Memory] | type[OutputMemory]] = {**METHODS, **OUTPUT_METHODS}
-        kind = kinds[state_dict.Settings(content).choice("method", kinds)]
+        kind = kinds[state_header.Settings(content).choice("method", kinds)]
         settings = {ARGUMENTS.get(name, name): value for name, value in settings.items()}
         wanted = inspect.signature(kind.__init__).parameters.keys() & settings.keys()
         options = {name: settings[name] for name in wanted if name != "likelihood"}

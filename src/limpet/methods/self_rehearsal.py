@@ -15,7 +15,7 @@ from limpet.model import Forward
 
 if TYPE_CHECKING:
     from limpet.forgetting.probe import Probe
-    from limpet.methods.state_dict import Settings
+    from limpet.methods.state_header import Settings
     from limpet.protection.output_protection import Compared
 
 TOKENS, LENGTH, HELD_OUT = 16_384, 64, 32

@@ -24,7 +24,7 @@ from limpet.precision.truncated_basis import part_of_trace
 
 if TYPE_CHECKING:  # imported lazily at run time, to keep `import limpet` fast
     from limpet.forgetting.probe import Probe
-    from limpet.methods.state_dict import Settings
+    from limpet.methods.state_header import Settings
     from limpet.protection.bound_block import ProximalState
 
 
@@ -84,19 +84,19 @@ class StoredMemory(ABC):
             self._load_state(state)
 
     def _load_state(self, state: State) -> None:
-        from limpet.methods import state_dict
+        from limpet.methods import state_dict, state_header
 
         self._reject_inside_protect()
-        content = state_dict.Content.of(state)
+        content = state_header.Content.of(state)
         structure = self.posterior.structure.name
         expected = {"method": self.method, "structure": structure, "likelihood": self.likelihood.describe()}
-        state_dict.check_settings(content, expected)
+        state_header.check_settings(content, expected)
         previous = self._direct, self.exclude, self.posterior.structure
         try:
-            with state_dict.rejecting_damage():
-                settings = state_dict.Settings(content)
+            with state_header.rejecting_damage():
+                settings = state_header.Settings(content)
                 max_factor_size = positive_whole("max_side", settings.whole("max_side"))
-                self._direct, self.exclude = state_dict.direct_parameters(content), tuple(settings.names("exclude"))
+                self._direct, self.exclude = state_header.direct_parameters(content), tuple(settings.names("exclude"))
                 rest = Storage.of(content.metadata["settings"])
                 rank = None if settings.number("rank", 0) == 0 else positive_whole("rank", settings.whole("rank"))
                 energy = part_of_trace(settings.number("energy")) if settings.has("energy") else None
@@ -104,7 +104,7 @@ class StoredMemory(ABC):
                 attributes = self._read_settings(settings)
                 prior_precision = limited_number("prior_precision", settings.number("prior_precision"))
                 prior_mean = settings.choice("prior_mean", PRIOR_MEANS)
-                blocks = self._planned(also=state_dict.parameter_names(content))
+                blocks = self._planned(also=state_header.parameter_names(content))
                 held, constant, proximal, extra = state_dict.restore(content, blocks, self.posterior)
                 attributes["probes"] = state_dict.read_probes(settings, extra)
                 own = {name: tensor for name, tensor in extra.items() if not name.startswith(state_dict.PROBE)}

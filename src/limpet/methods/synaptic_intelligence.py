@@ -19,7 +19,7 @@ from limpet.posterior.sharding import reject_sharded
 from limpet.precision import Diagonal, DiagonalTerm
 
 if TYPE_CHECKING:
-    from limpet.methods import state_dict
+    from limpet.methods import state_header
     from limpet.protection.protection import StepObserver
 
 
@@ -178,7 +178,7 @@ class SynapticIntelligence(Memory):
         running = None if watch is None else {"steps": watch.steps, "examples": watch.examples}
         return {**super()._settings(), "damping": self.damping, "watch": running}
 
-    def _read_settings(self, settings: state_dict.Settings) -> dict[str, Any]:
+    def _read_settings(self, settings: state_header.Settings) -> dict[str, Any]:
         return {**super()._read_settings(settings), "damping": settings.number("damping")}
 
     def _extra_tensors(self) -> dict[str, Tensor]:
@@ -187,7 +187,7 @@ class SynapticIntelligence(Memory):
         pairs = (("path", self._watch.path), ("start", self._watch.start))
         return {f"watch.{kind}.{name}": tensor for kind, tensors in pairs for name, tensor in tensors.items()}
 
-    def _read_extra(self, settings: state_dict.Settings, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def _read_extra(self, settings: state_header.Settings, tensors: dict[str, Tensor]) -> dict[str, Any]:
         running = settings.part("watch")
         if running is None:
             return {**super()._read_extra(settings, tensors), "_watch": None}
