@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -120,14 +121,8 @@ def consolidate_command(
     check_choice("--storage-dtype", storage_dtype, (None, *DTYPES) if rank is None else (None, *DTYPES, EIGHT_BITS))
     if rank is not None and structure not in (None, "kronecker"):
         raise LimpetError(f"--rank truncates Kronecker factors, but --structure is {structure}: omit one of them")
-    if bool(data) == (self_samples is not None):
-        raise LimpetError(
-            "pass either --data (text the model should retain) or --self-samples (e.g. --self-samples 12000)"
-        )
-    if self_samples is None and (prompts or chat):
-        raise LimpetError("--prompts and --chat only apply to --self-samples: add --self-samples, or remove them")
-    if prompts and chat:
-        raise LimpetError("--prompts and --chat both define how samples start: pass only one of them")
+    text = OldText(data, self_samples, prompts, chat, tokens, length, seed)
+    text.check()
     check_folder(out)
     with ExitStack() as stack:
         first = stack.enter_context(distributed.launched())
@@ -136,22 +131,14 @@ def consolidate_command(
         network = checkpoints.read_base(model, dtype, device)
         tokenizer = checkpoints.read_tokenizer(model)
         held_out = (0 if self_samples is None else 40) if probe is None else probe
-        if self_samples is None:
-            rows = causal_lm.pack_tokens(tokenizer, data, tokens=tokens + held_out * length, length=length)
-            source = ", ".join(Path(one).name for one in data)
-        else:
-            starts = [causal_lm.chat_prefix(tokenizer)] if chat else None
-            starts = starts if prompts is None else causal_lm.prefixes(tokenizer, prompts)
-            wanted = self_samples + held_out * (length - 1)
-            rows = causal_lm.self_samples(network, wanted, length=length, prefixes=starts, seed=seed)
-            source = "its own samples"
+        rows = text.rows(network, tokenizer, held_out)
         rows, kept = rows[held_out:], rows[:held_out]
         if not len(rows):
             raise LimpetError(
                 f"all {len(kept)} sequences are used by the probe: provide more text, or a smaller --probe"
             )
         if first:
-            console.print(f"{len(rows)} sequences of {length} tokens from {source}", highlight=False)
+            console.print(f"{len(rows)} sequences of {length} tokens from {text.source}", highlight=False)
         memory = causal_lm.consolidate_lm(
             network,
             torch.split(rows, batch_size),
@@ -167,8 +154,49 @@ def consolidate_command(
             return
         memory.save(out)
     page = out.with_suffix(".md")
-    write_text(page, hub.model_card(memory.examples, model, source))
+    write_text(page, hub.model_card(memory.examples, model, text.source))
     console.print(f"{out}: {memory.nbytes / 1e6:.1f} MB; section for the model card written to {page}", highlight=False)
+
+
+@dataclass(frozen=True)
+class OldText:
+    """What a memory is made from: text, or samples of the model. The attributes are options of `limpet consolidate`."""
+
+    data: list[str]
+    self_samples: int | None
+    prompts: Path | None
+    chat: bool
+    tokens: int
+    length: int
+    seed: int
+
+    def check(self) -> None:
+        """Raise an error if the options contradict each other."""
+        if bool(self.data) == (self.self_samples is not None):
+            raise LimpetError(
+                "pass either --data (text the model should retain) or --self-samples (e.g. --self-samples 12000)"
+            )
+        if self.self_samples is None and (self.prompts or self.chat):
+            raise LimpetError("--prompts and --chat only apply to --self-samples: add --self-samples, or remove them")
+        if self.prompts and self.chat:
+            raise LimpetError("--prompts and --chat both define how samples start: pass only one of them")
+
+    @property
+    def source(self) -> str:
+        """Where the text is from, for people."""
+        return ", ".join(Path(one).name for one in self.data) if self.self_samples is None else "its own samples"
+
+    def rows(self, network: Any, tokenizer: Any, held_out: int) -> Any:
+        """Return the sequences, of which the first `held_out` are for the probe."""
+        from limpet.integrations import causal_lm
+
+        if self.self_samples is None:
+            tokens = self.tokens + held_out * self.length
+            return causal_lm.pack_tokens(tokenizer, self.data, tokens=tokens, length=self.length)
+        starts = [causal_lm.chat_prefix(tokenizer)] if self.chat else None
+        starts = starts if self.prompts is None else causal_lm.prefixes(tokenizer, self.prompts)
+        wanted = self.self_samples + held_out * (self.length - 1)
+        return causal_lm.self_samples(network, wanted, length=self.length, prefixes=starts, seed=self.seed)
 
 
 def check_folder(out: Path) -> None:
