@@ -60,7 +60,9 @@ def test_what_the_page_says_about_fifty_tasks() -> None:
 def test_an_encoder_protected_by_ranks_of_0_99_of_the_energy() -> None:
     experiment = benchmark("protect_sentences")
     points = [p for p in experiment.common.read_records(experiment.RESULTS) if p["rate"] == "1e-4"]
-    small, complete = ([p for p in points if p["what"] == what] for what in ("protect, energy 0.99", "protect"))
+    small, complete = (
+        [p for p in points if p["what"] == what] for what in ("protect, energy 0.99", "protect, 0.04 nats")
+    )
     assert len(small) == len(complete) == 3
     for score in (lambda p: p["new"][0], lambda p: p["old"][0] - p["before"][0]):
         assert abs(mean(map(score, small)) - mean(map(score, complete))) <= 0.3

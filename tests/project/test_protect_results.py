@@ -28,7 +28,7 @@ def test_protection_keeps_the_old_task_and_learns_the_new_one(name: str) -> None
     protected = [p for p in points if p["what"] == "protect"]
     lost = [plain[p["seed"], p["rate"]] - p["new"][0] for p in protected]
     assert len(protected) == 9 and all(p["old"][0] > p["before"][0] - 4 for p in protected)
-    assert max(lost) <= (1 if name == "protect_vision" else 1.5)
+    assert max(lost) <= (1 if name == "protect_vision" else 2)
 
 
 @pytest.mark.parametrize("name", ["protect_sentences", "protect_vision"])
