@@ -69,6 +69,14 @@ def test_the_language_model_under_protection() -> None:
     )
     assert rehearsed["drift"] < protected["drift"] and rehearsed["old"] - protected["old"] > 0.08
     assert protected["new"] - rehearsed["new"] == pytest.approx(0.04, abs=0.005)
+    for kind, above, ratio in (("lora", 0.034, 2.6), ("full", 0.152, 3.3)):
+        ends = {p["what"]: p for p in points if p["kind"] == kind}
+        distilled, protected = ends["distillation"], ends["protect"]
+        assert distilled["new"] - protected["new"] == pytest.approx(above, abs=0.001)
+        assert distilled["drift"] / protected["drift"] == pytest.approx(ratio, abs=0.05)
+    assert protected["new"] - ends["self-rehearsal"]["new"] == pytest.approx(0.02, abs=0.005)
+    assert ends["replay"]["old"] < ends["plain"]["old"] - 0.1
+    assert ends["replay"]["new"] - ends["plain"]["new"] == pytest.approx(0.12, abs=0.005)
     times = {p["kind"]: p["ratio"] for p in points if p["what"] == "time of a step"}
     assert {kind: round(ratio, 2) for kind, ratio in times.items()} == {"lora": 0.98, "full": 1.02}
     moments = [m for p in points for m in p.get("moments", ())]
