@@ -64,7 +64,7 @@ def main() -> None:
         print(f"| {method} | {' | '.join(spent)} | {record.mean_accuracy:.1f} |")
     settings = f"{options.tasks} tasks, {options.epochs} epochs"
     alone = f"{ratio(records, evaluation=False):.2f} without evaluation"
-    print(f"\n{ratio(records):.2f} times plain SGD, {alone} (bound: {BOUND}); {settings}; {versions_text()}")
+    print(f"\n{ratio(records):.2f} times plain SGD, {alone} (bound: {BOUND}); {settings}\n\n{versions_text()}")
 
 
 if __name__ == "__main__":
