@@ -19,9 +19,12 @@ def test_the_tables_are_those_of_the_records() -> None:
     records = one_pass.common.read_records(one_pass.RESULTS)
     assert one_pass.table(records) in text
     bare, complete, small = ({p["rank"]: p for p in records if p["rows"] == 190}[rank] for rank in (-1, 0, 128))
-    for figure in (lambda p: p["seconds"]["total"], lambda p: p["peak_gb"]):
-        assert 0.31 < figure(bare) / figure(complete) < 0.35
-    assert round(small["seconds"]["pass"] / bare["seconds"]["total"], 1) == 1.4
+    assert round(bare["seconds"]["total"] / complete["seconds"]["total"], 2) == 0.40
+    assert round(small["seconds"]["total"] / complete["seconds"]["total"], 2) == 0.73
+    assert bare["peak_gb"] / complete["peak_gb"] == pytest.approx(1 / 3, abs=0.01)
+    assert round(small["seconds"]["pass"] / bare["seconds"]["total"], 1) == 1.2
+    assert small["seconds"]["update"] / complete["seconds"]["update"] == pytest.approx(0.25, abs=0.03)
+    assert small["seconds"]["curve"] / complete["seconds"]["curve"] == pytest.approx(0.75, abs=0.03)
 
 
 def test_what_the_page_says_about_sizes_and_drift() -> None:
