@@ -1,6 +1,7 @@
 """Does a repair of a language model improve with the exact diagonal of both curvatures (EKFAC)?
 
-    python -m benchmarks repair_ekfac --model M --text french=A.html reviews=B.csv --work retention
+    python -m benchmarks repair_ekfac --model M --text french=A.html reviews=B.csv --work retention --rows 32
+    python -m benchmarks repair_ekfac --draw
 
 A repair works in the generalized eigenbases of two Kronecker-factored curvatures (`limpet.precision.kronecker_pencil`),
 which take the positions of a sequence for independent. Here the diagonals of both curvatures in these bases are
@@ -11,11 +12,13 @@ their sums over every block ("trace"). The model, its memory and the data are th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,6 +27,7 @@ import common
 from common import versions
 from limpet.forgetting import repair_paths
 from limpet.precision.kronecker_pencil import KroneckerPencil
+from repair_figures import markdown
 from retention.compare import decoded
 from retention.drift import PAIRS, DriftBench
 
@@ -83,6 +87,22 @@ def solved(bench: DriftBench, model: Any) -> tuple[Any, Paths]:
         return bench.repaired(model, strength=0.0), paths
 
 
+def table(points: Sequence[dict[str, Any]]) -> str:
+    """New loss and drift of every variant and strength, and the drift over that of Kronecker factors at this loss.
+
+    Between its strengths, the logarithm of the drift of Kronecker factors is interpolated linearly in the new loss.
+    """
+    curve = sorted((p["new"], math.log(p["drift"])) for p in points if p.get("what") == "kronecker")
+    losses, logs = zip(*curve, strict=True)
+    rows = []
+    for p in points:
+        if "what" in p:
+            inside = losses[0] <= p["new"] <= losses[-1]
+            ratio = f"{p['drift'] / math.exp(np.interp(p['new'], losses, logs)):.2f}" if inside else "outside"
+            rows.append([p["what"], f"{p['strength']:g}", f"{p['new']:.3f}", f"{p['drift']:.4f}", ratio])
+    return markdown(["diagonal", "strength", "new loss", "drift", "drift / kronecker, at this loss"], rows)
+
+
 def main() -> None:
     parser = common.parser(__doc__, threads=1)
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
@@ -93,7 +113,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=10)
     parser.add_argument("--rows", type=int, default=64, help="rows that a diagonal is measured on")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--draw", action="store_true", help="measure nothing")
     options = common.parse(parser)
+    if options.draw:
+        print(table(common.read_records(options.out)))
+        return
     options.texts = dict(one.split("=", 1) for one in options.text)
     bench = DriftBench(options, options.pair, PAIRS[options.pair], options.seed)
     model = bench.trained("plain")

@@ -88,3 +88,14 @@ def test_the_readme_has_the_means_of_the_records() -> None:
     assert ("4.39", *means(language, lambda p: p["new"], 2)) in shown
     assert (before, *means(sentences, lambda p: p["old"][0], 1)) in shown
     assert ("", *means(sentences, lambda p: p["new"][0], 1)) in shown
+
+
+def test_what_exact_diagonals_gain_in_a_repair() -> None:
+    ekfac = benchmark("repair_ekfac")
+    records = ekfac.common.read_records(ekfac.RESULTS)
+    text = (PAGE.parents[2] / "docs" / "decisions" / "0035-exact-diagonals.md").read_text()
+    assert ekfac.table(records) in text, "python -m benchmarks repair_ekfac --draw"
+    gains = [
+        line.split("|")[-2].strip() for line in ekfac.table(records).splitlines() if line.startswith("| diagonal |")
+    ]
+    assert gains == ["0.91", "0.87", "0.62", "outside"] and "by 9 and 13 %" in text and "by 38 %" in text
