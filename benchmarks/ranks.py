@@ -105,8 +105,11 @@ class Sent:
 def costs() -> dict[str, Any]:
     """What this rank keeps, has in memory at most, and sends."""
     torch.manual_seed(0)
-    _consolidate(limpet.OnlineLaplace(_in_pieces(deep(8)), fisher="sampled"), 8)  # what is loaded once is loaded
     model = _in_pieces(deep())
+    first = limpet.OnlineLaplace(model, fisher="sampled")
+    for _ in range(2):  # what is loaded once is loaded, and a second task is the first to multiply in float64
+        _consolidate(first, WIDTH)
+    del first
     memory = limpet.OnlineLaplace(model, fisher="sampled")
     peaks = []
     for _ in range(TASKS):
