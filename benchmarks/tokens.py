@@ -63,7 +63,7 @@ def errors(model: Any, rows: Tensor) -> list[dict[str, Any]]:
 
 
 def cost(model: Any, memory: Path, rows: Tensor, rounds: int) -> dict[str, float]:
-    """The time of a protected step against that of a plain one."""
+    """The time of a protected step over that of the plain one before it: medians over rounds."""
     model.requires_grad_(True)
     trained = adapted(model)
     held = limpet.load(memory, trained)
@@ -79,22 +79,17 @@ def cost(model: Any, memory: Path, rows: Tensor, rounds: int) -> dict[str, float
         optimizer.step()
         return time.perf_counter() - begin
 
-    times: dict[str, list[float]] = {"plain": [], "every step": [], f"every {LAZY} steps": []}
-    with held.protect(bound, examples=10_000):
-        for number in range(rounds + 1):
-            times["plain"].append(step(2 * number, free))
-            times["every step"].append(step(2 * number + 1, bound))
-            print(f"plain {times['plain'][-1]:.2f} s, protected {times['every step'][-1]:.2f} s", flush=True)
-    with held.protect(bound, examples=10_000, every=LAZY):
-        for number in range(rounds + 1):
-            some = [step((2 * number + i) % (len(rows) // BATCH), bound) for i in range(LAZY)]
-            times[f"every {LAZY} steps"].append(statistics.mean(some))
-            times["plain"].append(step(2 * number + 1, free))
-    usual = statistics.median(times["plain"][1:])
-    return {
-        "plain": usual,
-        **{name: statistics.median(some[1:]) / usual for name, some in times.items() if name != "plain"},
-    }
+    plain: list[float] = []
+    ratios: dict[str, list[float]] = {"every step": [], f"every {LAZY} steps": []}
+    for (name, found), every in zip(ratios.items(), (1, LAZY), strict=True):
+        with held.protect(bound, examples=10_000, every=every):
+            for number in range(rounds + 1):
+                plain.append(step(2 * number, free))
+                some = [step((2 * number + 1 + i) % (len(rows) // BATCH), bound) for i in range(every)]
+                found.append(statistics.mean(some) / plain[-1])
+                print(f"{name}: {found[-1]:.3f} times {plain[-1]:.2f} s", flush=True)
+    medians = {name: statistics.median(found[1:]) for name, found in ratios.items()}  # the first one warms up
+    return {"plain": statistics.median(plain), **medians}
 
 
 def draw(found: list[dict[str, Any]], path: Path) -> None:
