@@ -18,6 +18,9 @@ def test_the_tables_are_those_of_the_records() -> None:
     assert ranks.table(ranks.common.read_records(ranks.RESULTS / "ranks.jsonl")) in text
     records = one_pass.common.read_records(one_pass.RESULTS)
     assert one_pass.table(records) in text
+    steps = ranks.common.read_records(ranks.RESULTS / "steps.jsonl")
+    assert ranks.step_table(steps) in text
+    assert [round(steps[1][name], 2) for name in ("every step", "every 4 steps")] == [1.14, 1.03]
     (former,) = (p for p in records if "former" in p)
     bare, complete, small = ({p["rank"]: p for p in records if p is not former}[rank] for rank in (-1, 0, 128))
     time, peak = (lambda p: p["seconds"]["total"]), (lambda p: p["peak_gb"])
