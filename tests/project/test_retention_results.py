@@ -24,7 +24,7 @@ def results(suite: str, pair: str) -> Any:
     return report.Results(common.read_records(FOLDER / f"{suite}.jsonl"), pair)
 
 
-@pytest.mark.parametrize(("suite", "pairs"), [("vision", ("development", "svhn"))])
+@pytest.mark.parametrize(("suite", "pairs"), [("vision", ("development", "svhn")), ("drift", ("development",))])
 def test_the_tables_are_those_of_the_records(suite: str, pairs: tuple[str, ...]) -> None:
     page = (FOLDER / "README.md").read_text()
     for pair in pairs:
