@@ -140,6 +140,8 @@ def main() -> None:
     if options.one:
         print(json.dumps(measure(options, *options.one)))
         return
+    if options.former is not None and not (options.former / "src" / "limpet").is_dir():
+        raise SystemExit(f"{options.former} is no checkout of limpet: it has no src/limpet")
     former = {} if options.former is None else {"former": True}
     environment = dict(os.environ) | ({"PYTHONPATH": str(options.former / "src")} if former else {})
     done = {(p["rank"], p["rows"]) for p in common.read_records(options.out) if ("former" in p) == bool(former)}

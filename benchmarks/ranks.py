@@ -47,10 +47,10 @@ TASKS, BATCHES, EVERY = 3, 2, 4
 WIDTH, PAIRS = 384, 8
 
 
-def deep(width: int = WIDTH) -> nn.Sequential:
+def deep() -> nn.Sequential:
     """Layers of two shapes, with next to no activations beside their weights."""
-    pairs = [(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width), nn.Tanh()) for _ in range(PAIRS)]
-    return nn.Sequential(*(layer for pair in pairs for layer in pair), nn.Linear(width, 4))
+    pairs = [(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH), nn.Tanh()) for _ in range(PAIRS)]
+    return nn.Sequential(*(layer for pair in pairs for layer in pair), nn.Linear(WIDTH, 4))
 
 
 class Resident:
@@ -108,14 +108,14 @@ def costs() -> dict[str, Any]:
     model = _in_pieces(deep())
     first = limpet.OnlineLaplace(model, fisher="sampled")
     for _ in range(2):  # what is loaded once is loaded, and a second task is the first to multiply in float64
-        _consolidate(first, WIDTH)
+        _consolidate(first)
     del first
     memory = limpet.OnlineLaplace(model, fisher="sampled")
     peaks = []
     for _ in range(TASKS):
         kept, consolidate = memory.nbytes, Sent()
         with Resident() as resident, consolidate.counted():
-            _consolidate(memory, WIDTH)
+            _consolidate(memory)
         peaks.append(kept + resident.peak)
     told: dict[str, Any] = {"bytes": memory.nbytes, "peaks": peaks}
     told["consolidate"] = {"swapped": consolidate.swapped, "reduced": consolidate.reduced}
@@ -141,8 +141,8 @@ def _in_pieces(model: nn.Sequential) -> nn.Module:
     return model
 
 
-def _consolidate(memory: limpet.OnlineLaplace, width: int) -> None:
-    batches = [(torch.randn(4, width), torch.randint(0, 4, (4,))) for _ in range(BATCHES)]
+def _consolidate(memory: limpet.OnlineLaplace) -> None:
+    batches = [(torch.randn(4, WIDTH), torch.randint(0, 4, (4,))) for _ in range(BATCHES)]
     memory.consolidate(batches, progress=False)
 
 

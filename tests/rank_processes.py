@@ -49,7 +49,8 @@ def started(main: Main, ranks: int, *words: str, timeout: float = 400) -> list[t
             for environment, file in zip(_environments(ranks), files, strict=True)
         ]
         try:
-            for process in processes:
+            for process, file in zip(processes, files, strict=True):
+                file.touch()  # also of a rank that ends before it says anything
                 process.start()
             for process in processes:
                 process.join(max(0.0, deadline - time.monotonic()))
@@ -74,7 +75,7 @@ def _environments(ranks: int) -> Iterator[dict[str, str]]:
 
 
 def _rank(main: Main, words: Sequence[str], environment: dict[str, str], output: str) -> None:
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
+    descriptor = os.open(output, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.environ.clear()

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+import sys
 from pathlib import Path
 from typing import Any
 
-from conftest import benchmark
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # as `python -m benchmarks` does
+
+import common
+import plateau
 
 PAGE = Path(__file__).parents[2] / "docs" / "decisions" / "0036-plateau.md"
 
 
 def test_the_table_is_that_of_the_records() -> None:
-    benchmark("common")  # puts the folder on the path
-    plateau = import_module("plateau")
-
     def means(experiment: str) -> dict[str, Any]:
-        records = plateau.common.read_records(plateau.common.RESULTS / experiment / "ideas.jsonl")
+        records = common.read_records(common.RESULTS / experiment / "ideas.jsonl")
         return {r["idea"]: r["mean"] for r in records if r["seed"] == 0 and r.get("asked") is None}
 
     permuted, digits = means("permuted-mnist-50"), means("disjoint-mnist")
