@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,30 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(record) + "\n")
+
+
+def marker(name: str) -> str:
+    """The line after which a page has the table of this name."""
+    return f"<!-- table: {name} -->\n"
+
+
+def with_tables(text: str, tables: Mapping[str, str]) -> str:
+    """A page with these tables between their markers.
+
+    Args:
+        text: The page.
+        tables: By name, what stands between `<!-- table: NAME -->` and the next `<!-- end of table -->`.
+
+    Returns:
+        The new text.
+    """
+    for name, table in tables.items():
+        begin, end = marker(name), "<!-- end of table -->"
+        before, found, after = text.partition(begin)
+        if not found or end not in after:
+            raise ValueError(f"the page has no place for this table: add {begin.strip()} and {end}")
+        text = before + begin + f"{table}\n" + end + after.partition(end)[2]
+    return text
 
 
 def versions(*packages: str) -> dict[str, str]:

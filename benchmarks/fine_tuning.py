@@ -44,11 +44,11 @@ def blocks(tokenizer: Any, paths: list[Path], count: int, seed: int) -> Tensor:
 
 
 @torch.no_grad()
-def loss(model: nn.Module, rows: Tensor) -> float:
-    """The mean loss per predicted token."""
+def loss(model: nn.Module, rows: Tensor, size: int = BATCH) -> float:
+    """The mean loss per predicted token, of so many rows at a time."""
     mode, total = model.training, 0.0
     model.eval()
-    for part in torch.split(rows, BATCH):
+    for part in torch.split(rows, size):
         logits = model(input_ids=part, use_cache=False).logits[:, :-1]
         total += float(F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"))
     model.train(mode)

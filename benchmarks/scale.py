@@ -359,17 +359,6 @@ def markdown(lines: list[Line]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rest))
 
 
-def filled(text: str, tables: dict[str, str]) -> str:
-    """The document with these tables between their markers."""
-    for name, table in tables.items():
-        begin, end = f"<!-- table: {name} -->\n", "<!-- end of table -->"
-        before, found, after = text.partition(begin)
-        if not found:
-            raise ValueError(f"docs/scale.md has no marker {begin.strip()}")
-        text = before + begin + f"{table}\n" + end + after.partition(end)[2]
-    return text
-
-
 def main() -> None:
     """Print the tables and put them in their places."""
     parser = common.parser(__doc__)
@@ -380,8 +369,8 @@ def main() -> None:
         print(f"{name}\n\n{table}\n")
     text = DOCUMENT.read_text()
     if not options.check:
-        DOCUMENT.write_text(filled(text, tables))
-    elif filled(text, tables) != text:
+        DOCUMENT.write_text(common.with_tables(text, tables))
+    elif common.with_tables(text, tables) != text:
         sys.exit("docs/scale.md is not what this prints: run python -m benchmarks scale")
 
 

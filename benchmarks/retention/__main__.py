@@ -5,6 +5,7 @@
     python -m benchmarks retention sequence --model MiniLM --text reviews=R.csv german=A.html french=B.html ...
     python -m benchmarks retention vision --pairs svhn
     python -m benchmarks retention drift --draw                                             # the tables
+    python -m benchmarks retention drift --draw --pairs german --write      # and put them into the pages that show them
 
 Settings of every method were chosen on the pair "development" of a suite, and are part of the methods (`chosen`). A run
 is recorded when it ends, so an interrupted command resumes with the next one.
@@ -12,12 +13,20 @@ is recorded when it ends, so an interrupted command resumes with the next one.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import common
 from retention import drift, figure, report, runs, sequence, skill, vision
 from retention.after import METHODS as AFTER
 from retention.during import METHODS as DURING
+
+PAGES = (
+    common.RESULTS / "retention" / "README.md",
+    common.RESULTS.parent / "docs" / "which-method.md",
+    common.RESULTS.parent / "README.md",
+)
+"""Pages that have tables of this benchmark."""
 
 GENERATIVE = ("self-rehearsal", "OSF", "intruder reduction")
 """Methods for language models with adapters."""
@@ -48,6 +57,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("retention"), help="where models and memories are kept")
     parser.add_argument("--out", type=Path, help="by default SUITE.jsonl in results/retention")
     parser.add_argument("--draw", action="store_true", help="measure nothing")
+    parser.add_argument("--write", action="store_true", help="put the tables into the pages that have a place for them")
     parser.add_argument("--figure", type=Path, help="draw the curves of all methods into this file")
     options = common.parse(parser)
     suite = SUITES[options.suite]
@@ -60,16 +70,30 @@ def main() -> None:
     options.out = options.out or common.RESULTS / "retention" / f"{options.suite}.jsonl"
     if not options.draw:
         runs.run(suite, options)
-    drawn = {}
+    _show(suite, options)
+
+
+def _show(suite: runs.Suite, options: argparse.Namespace) -> None:
+    """Print the tables, and draw and write what is asked for."""
+    drawn, tables = {}, dict[str, str]()
     for pair in options.pairs:
         results = report.Results(common.read_records(options.out), pair)
         if not results.runs:
             print(f"\n{pair}:\n\n{options.out} has no records of this pair")
             continue
         drawn[pair] = results
-        print(f"\n{pair}:\n\n{report.table(results, suite.lost) if suite.paths else sequence.table(results)}")
+        found = report.tables(results, suite.lost) if suite.paths else {"": sequence.table(results)}
+        for name, table in found.items():
+            tables[f"{options.suite}, {pair}{name}"] = table
+            print(f"\n{pair}{name}:\n\n{table}")
         if pair == runs.DEVELOPMENT:
             print(f"\nbest settings: {report.best(results) if suite.paths else sequence.best(results)}")
+    if options.write:
+        for page in PAGES:
+            text = page.read_text()
+            page.write_text(
+                common.with_tables(text, {name: t for name, t in tables.items() if common.marker(name) in text})
+            )
     if options.figure and drawn and suite.paths:
         figure.draw(drawn, suite.lost, options.figure)
 

@@ -34,7 +34,6 @@ class Bench(Training):
     def __init__(self, options: argparse.Namespace, name: str, pair: Pair, seed: int) -> None:
         super().__init__(options.work, pair, seed)
         self.name = name
-        self._loaded: dict[str, Any] = {}
 
     # what a suite defines
 
@@ -81,11 +80,10 @@ class Bench(Training):
         path = Path(f"{self.memories}-{name}.safetensors")
         costs = path.with_suffix(".json")
         if not costs.exists():
-            begin = time.perf_counter()
-            self.consolidate(**settings).save(path)
-            found = {"seconds": round(time.perf_counter() - begin), "megabytes": round(path.stat().st_size / 1e6, 1)}
-            costs.write_text(json.dumps(found))
-        self._loaded = {"memory": json.loads(costs.read_text())}
+            with self.preparing():
+                self.consolidate(**settings).save(path)
+            costs.write_text(json.dumps(self.kept | {"megabytes": round(path.stat().st_size / 1e6, 1)}))
+        self.kept = json.loads(costs.read_text())
         return limpet.load(path, model)
 
     def recorded(self) -> list[Any]:
@@ -106,32 +104,34 @@ class Bench(Training):
         """Train with a method; the trained model is stored.
 
         Returns:
-            The record: its curve over steps, seconds without those of measuring, and so on.
+            The record: its curve over steps, CPU seconds without those of measuring and of making a memory, what it
+            keeps, and so on.
         """
-        model, plain, self._loaded = self.fresh(method, value), method.name == "plain", {}
+        model, plain = self.fresh(method, value), method.name == "plain"
+        self.kept, self.prepared = {}, 0.0
         recorder, curve, paused = InputRecorder(model), [], 0.0
         found = {"before": self.measured(model) | {"others": self.others(model)}} if plain else {}
 
         def measure(step: int) -> None:
             nonlocal paused
             if step in self.pair.moments:
-                start = time.perf_counter()
+                start = time.process_time()
                 curve.append({"step": step, **self.measured(model)})
                 print(f"{method.name} {value}: {_short(curve[-1])}", flush=True)
-                paused += time.perf_counter() - start
+                paused += time.process_time() - start
 
-        begin = time.perf_counter()
+        begin = time.process_time()
         if plain:
             recorder.start()
         self.fit(model, method, value, measure)
         recorder.stop()
-        seconds = time.perf_counter() - begin - paused
+        seconds = time.process_time() - begin - paused - self.prepared
         curve[-1]["others"] = self.others(model)
         if method.wrapped is None:
             self.save(model, method.name)
         if plain:
             torch.save(recorder.batches, self.path("plain.pt"))
-        return {"value": value, "seconds": round(seconds), "curve": curve, **found, **self._loaded}
+        return {"value": value, "seconds": round(seconds), "curve": curve, **found, "kept": self.kept}
 
     def move(self, method: After, trained: str, plain: float) -> dict[str, Any]:
         """Apply a method to a trained model.
@@ -142,18 +142,19 @@ class Bench(Training):
             plain: The new loss of plain training.
 
         Returns:
-            The record: its curve, and seconds without those of measuring. The other data are measured at the point
-            that is nearest to the middle one of the compared losses.
+            The record: its curve, CPU seconds without those of measuring and of making a memory, and what it keeps. The
+            other data are measured at the point that is nearest to the middle one of the compared losses.
         """
-        model, self._loaded = self.trained(trained), {}
+        model = self.trained(trained)
+        self.kept, self.prepared = {}, 0.0
         curve: list[dict[str, Any]] = []
-        begin = time.perf_counter()
+        begin = time.process_time()
         with method.path(self, model) as go:
-            seconds = time.perf_counter() - begin
+            seconds = time.process_time() - begin - self.prepared
             for setting in method.settings:
-                begin = time.perf_counter()
+                begin = time.process_time()
                 go(setting)
-                seconds += time.perf_counter() - begin
+                seconds += time.process_time() - begin
                 curve.append({"setting": setting, **self.measured(model)})
                 print(f"{trained}, then {method.name}: {_short(curve[-1])}", flush=True)
                 if curve[-1]["new"] > FARTHEST * plain:
@@ -161,7 +162,7 @@ class Bench(Training):
             nearest = min(curve, key=lambda point: abs(point["new"] / plain - RATIOS[1]))
             go(nearest["setting"])
             nearest["others"] = self.others(model)
-        return {"seconds": round(seconds), "curve": curve, **self._loaded}
+        return {"seconds": round(seconds), "curve": curve, "kept": self.kept}
 
     def measured(self, model: Any) -> dict[str, Any]:
         """The loss on the new data, and what is lost."""

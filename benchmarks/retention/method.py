@@ -24,6 +24,11 @@ class Bench(Protocol):
 
     seed: int
     examples: int
+    kept: dict[str, Any]
+    """What a method has kept from before: its `megabytes`, and the `seconds` of making it."""
+
+    def preparing(self) -> AbstractContextManager[None]:
+        """Time what a method does with the model before."""
 
     def distilled(self, model: Any, batch: Any, outputs: Tensor) -> Tensor:
         """KL(before || now) of the old outputs on a new batch, per example."""
@@ -89,6 +94,7 @@ class After:
         path: A context in which a function moves the model to the point of a setting. When it ends, the model has its
             trained weights again.
         settings: From the one that changes the least on.
+        default: The setting of somebody who chooses nothing, if there is one.
         after: The names of the methods whose models it is applied to.
         adapters_only: It needs a model with LoRA adapters.
         memory: It uses a memory of the model before.
@@ -100,6 +106,7 @@ class After:
     needs: str
     path: Callable[[Bench, Any], AbstractContextManager[Go]]
     settings: tuple[float, ...]
+    default: float | None = None
     after: tuple[str, ...] = ("plain",)
     adapters_only: bool = False
     memory: bool = False

@@ -76,6 +76,11 @@ class Results:
         """The seeds that a method was run with, of those with a plain run."""
         return sorted(self.runs[row].keys() & self.runs[PLAIN].keys())
 
+    def seconds(self, row: Row, seed: int) -> float:
+        """The seconds of a method and, if it acts after training, of that training."""
+        before = self.runs[Row(row.trained)][seed]["seconds"] if row.method else 0.0
+        return float(before + self.runs[row][seed]["seconds"])
+
     def against(self, row: Row, other: Row, ratio: float) -> Interval | None:
         """The difference of what two methods lose; None where one of them does not reach the new loss."""
         both = [seed for seed in self.seeds(row) if other in self.runs and seed in self.runs[other]]
@@ -115,6 +120,78 @@ def needs(row: Row) -> str:
     return AFTER[row.method].needs if row.method else DURING[row.trained].needs
 
 
+SHORT = (
+    PLAIN,
+    REFERENCE,
+    Row("plain", "repair"),
+    Row("plain", "protect"),
+    Row("self-rehearsal"),
+    Row("self-rehearsal", "scaling"),
+    Row("self-rehearsal", "repair"),
+    Row("distillation"),
+    Row("replay of 5%"),
+    Row("diagonal EWC"),
+    Row("L2-SP"),
+)
+"""Methods of the short table."""
+
+PAIRS = (
+    (Row("plain", "repair"), REFERENCE),
+    (Row("plain", "protect"), REFERENCE),
+    (Row("self-rehearsal"), REFERENCE),
+    (Row("plain", "repair"), Row("self-rehearsal")),
+    (Row("self-rehearsal", "repair"), Row("self-rehearsal")),
+    (Row("self-rehearsal", "repair"), Row("self-rehearsal", "scaling")),
+    (Row("distillation"), REFERENCE),
+    (Row("distillation", "repair"), Row("distillation")),
+)
+"""Methods whose difference is shown."""
+
+
+def tables(results: Results, lost: str) -> dict[str, str]:
+    """The tables of a pair.
+
+    Args:
+        results: The results of the pair.
+        lost: What is lost, as a word for headers.
+
+    Returns:
+        By what distinguishes their names: that of all methods and, except for the development pair, a short one and
+        that of differences.
+    """
+    found = {"": table(results, lost)}
+    if not any(row.value is not None for row in results.runs):
+        found |= {", short": short(results, lost), ", differences": differences(results, PAIRS)}
+    return found
+
+
+def short(results: Results, lost: str) -> str:
+    """What the best known methods lose at equal new loss, and how long training takes with them.
+
+    Args:
+        results: The results of a pair.
+        lost: What is lost, as a word for the header.
+
+    Returns:
+        The table. The time includes that of the training that a method starts from.
+    """
+    header = ["", "beside the new data", *(f"{lost} at {ratio:.2f}" for ratio in RATIOS), "time / plain", "seeds"]
+    rows = []
+    for row in (one for one in SHORT if one in results.runs):
+        losses = [results.mean_lost(row, ratio) for ratio in RATIOS]
+        ratios = [results.seconds(row, seed) / results.seconds(PLAIN, seed) for seed in results.seeds(row)]
+        rows.append(
+            [
+                row.name,
+                needs(row),
+                *("not reached" if loss is None else f"{loss:.3f}" for loss in losses),
+                f"{np.mean(ratios):.1f}",
+                str(len(ratios)),
+            ]
+        )
+    return markdown(header, rows)
+
+
 def table(results: Results, lost: str) -> str:
     """One row for each method: where it ends, what it loses at equal new loss, and what it takes.
 
@@ -126,30 +203,66 @@ def table(results: Results, lost: str) -> str:
         The table.
     """
     at = [f"{lost} at {ratio:.2f}" for ratio in RATIOS]
-    header = ["", "beside the new data", "new loss at the end", f"{lost} at the end", *at, "minus scaling at 1.05",
-              "other data near 1.05", "seconds", "seeds"]  # fmt: skip
+    header = ["", "beside the new data", "new loss by default", f"{lost} by default", *at, "other data near 1.05",
+              "seconds", "once before: seconds", "MB", "seeds"]  # fmt: skip
     return markdown(header, [_row(results, row) for row in results.runs])
+
+
+def differences(results: Results, pairs: Iterable[tuple[Row, Row]]) -> str:
+    """What one method loses less than another at equal new loss.
+
+    Args:
+        results: The results of a pair.
+        pairs: The rows to compare. Those that were not run are left out.
+
+    Returns:
+        A table of means with their standard errors, over the seeds that both have.
+    """
+    header = ["", *(f"at {ratio:.2f}" for ratio in RATIOS), "seeds"]
+    found = [(row, other) for row, other in pairs if row in results.runs and other in results.runs]
+    rows = [
+        [
+            f"{row.name} minus {other.name}",
+            *(_interval(results.against(row, other, ratio)) for ratio in RATIOS),
+            str(len(set(results.seeds(row)) & set(results.seeds(other)))),
+        ]
+        for row, other in found
+    ]
+    return markdown(header, rows)
+
+
+def _interval(found: Interval | None) -> str:
+    return "not reached" if found is None else f"{found.mean:+.3f} +- {found.error:.3f}"
 
 
 def _row(results: Results, row: Row) -> list[str]:
     seeds = results.seeds(row)
-    ends = [results.runs[row][seed]["curve"][-1] for seed in seeds]
+    records = [results.runs[row][seed] for seed in seeds]
+    ends = [end for record in records if (end := by_default(row, record)) is not None]
     losses = [results.mean_lost(row, ratio) for ratio in RATIOS]
-    other = _mean([results.others(row, seed, RATIOS[1]) for seed in seeds])
-    difference = results.against(row, REFERENCE, RATIOS[1])
-    one = not row.method or len(AFTER[row.method].settings) == 1
+    others = [results.others(row, seed, RATIOS[1]) for seed in seeds]
+    other = _mean([value for value in others if value is not None])
+    kept = [record.get("kept", {}) for record in records]
     return [
         row.name,
         needs(row),
-        f"{np.mean([end['new'] for end in ends]):.3f}" if one else "",
-        f"{np.mean([decoded(end['lost']).mean() for end in ends]):.3f}" if one else "",
+        f"{np.mean([end['new'] for end in ends]):.3f}" if ends else "",
+        f"{np.mean([decoded(end['lost']).mean() for end in ends]):.3f}" if ends else "",
         *("not reached" if loss is None else f"{loss:.3f}" for loss in losses),
-        "" if difference is None or row == REFERENCE else f"{difference.mean:+.3f} +- {difference.error:.3f}",
         "" if other is None else f"{other:+.3f}",
-        f"{np.mean([results.runs[row][seed]['seconds'] for seed in seeds]):.0f}",
+        f"{np.mean([record['seconds'] for record in records]):.0f}",
+        *("" if (mean := _mean([one.get(what) for one in kept])) is None else f"{mean:.0f}"
+          for what in ("seconds", "megabytes")),
         str(len(seeds)),
-    ]
+    ]  # fmt: skip
+
+
+def by_default(row: Row, record: dict[str, Any]) -> dict[str, Any] | None:
+    """The point of a run that somebody gets who chooses nothing; None if its path was not followed so far."""
+    if not row.method:
+        return dict(record["curve"][-1])
+    return next((point for point in record["curve"] if point["setting"] == AFTER[row.method].default), None)
 
 
 def _mean(values: Sequence[Any]) -> float | None:
-    return None if any(value is None for value in values) else float(np.mean(values))
+    return None if not values or any(value is None for value in values) else float(np.mean(values))

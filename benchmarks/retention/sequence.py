@@ -169,7 +169,7 @@ class Sequence:
         """Learn all tasks with a method.
 
         Returns:
-            The record: after every task, for every task so far, a string with 1 for each right answer; and seconds
+            The record: after every task, for every task so far, a string with 1 for each right answer; and CPU seconds
             without those of the first task and of measuring.
         """
         settings = {"structure": "diagonal", "strength": value} if method.memory else None
@@ -191,15 +191,15 @@ class Sequence:
         for number, task in enumerate(self.tasks):
             stage = Stage(self, number, model.eval().requires_grad_(False), dict(heads))
             stage.memory_file = memory_file
-            begin = time.perf_counter()
+            begin = time.process_time()
             model = stage.learned(during, value, after) if heads else self._first(stage)
-            seconds += time.perf_counter() - begin if heads else 0.0
+            seconds += time.process_time() - begin if heads else 0.0
             heads[task] = copy.deepcopy(model.classifier).requires_grad_(False)
             right.append([self._right(model, name, head) for name, head in heads.items()])
             if remembered is not None and number + 1 < len(self.tasks):
-                begin, memory_file = time.perf_counter(), self.work / f"memory-{self.name}.safetensors"
+                begin, memory_file = time.process_time(), self.work / f"memory-{self.name}.safetensors"
                 stage.remember(model, memory_file, **remembered)
-                seconds += time.perf_counter() - begin
+                seconds += time.process_time() - begin
             print(f"{during.name}, {after and after.name}: {[one.count('1') for one in right[-1]]}", flush=True)
         return {"seconds": round(seconds), "right": right}
 

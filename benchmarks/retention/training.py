@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,9 +55,16 @@ class Training(ABC):
 
     examples: int
 
+    kept: dict[str, Any]
+    """What a method has kept from before: its `megabytes`, and the `seconds` of making it."""
+
+    prepared: float
+    """CPU seconds that this run spent on making it."""
+
     def __init__(self, work: Path, pair: Pair, seed: int) -> None:
         self.work, self.pair, self.seed = work, pair, seed
         self.draws = torch.Generator().manual_seed(100 + seed)
+        self.kept, self.prepared = {}, 0.0
 
     @abstractmethod
     def fresh(self, method: During, value: float) -> Any:
@@ -104,6 +113,14 @@ class Training(ABC):
     @abstractmethod
     def recorded(self) -> list[Any]:
         """The inputs of plain training that a protected run records."""
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Time what a method does with the model before, once for all that the model may learn later."""
+        begin = time.process_time()
+        yield
+        self.prepared = time.process_time() - begin
+        self.kept["seconds"] = round(self.prepared)
 
     def set_mode(self, model: Any) -> None:
         """Set the mode of the model, before every step."""

@@ -54,6 +54,12 @@ def deltas(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
+def cells(table: str) -> dict[str, list[str]]:
+    """The cells of a table, by the first of their row."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    return {row[0]: row[1:] for row in rows}
+
+
 def points(*pairs: tuple[float, float]) -> list[compare.Point]:
     return [compare.Point(new, np.array([lost, lost + 2])) for new, lost in pairs]
 
@@ -159,9 +165,11 @@ def test_the_setting_that_loses_the_least_at_equal_new_loss_is_chosen() -> None:
 
 def test_methods_are_compared_at_the_new_loss_of_plain_training() -> None:
     def record(seed: int, trained: str, method: str, *curve: tuple[float, float]) -> dict[str, Any]:
-        points = [{"new": new, "lost": [lost, lost + 0.2], "others": {"reviews": 4 + lost}} for new, lost in curve]
+        others = {"others": {"reviews": 4 + curve[-1][1]}} if seed == 0 else {}
+        points = [{"setting": 1.0, "new": new, "lost": [lost, lost + 0.2], **others} for new, lost in curve]
         found = {"pair": "german", "seed": seed, "trained": trained, "method": method, "value": 0.0, "seconds": 9}
-        return found | {"curve": points, "before": {"others": {"reviews": 4.0}}}
+        kept = {"seconds": 30 + seed, "megabytes": 2} if method == "repair" else {}
+        return found | {"curve": points, "before": {"others": {"reviews": 4.0}}, "kept": kept}
 
     records = [
         record(seed, *run)
@@ -177,22 +185,27 @@ def test_methods_are_compared_at_the_new_loss_of_plain_training() -> None:
     assert results.lost(scaling, 0, 1.02) == pytest.approx([0.74, 0.94])  # 0.4 of the way
     difference = results.against(report.Row("plain", "repair"), scaling, 1.05)
     assert difference is not None and difference.mean == pytest.approx(-0.4) and difference.error < 1e-9
-    lines = {
-        line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in report.table(results, "drift").splitlines()
+    lines = cells(report.table(results, "drift"))
+    assert lines["repair"][1:] == ["2.100", "0.700", "1.180", "0.700", "0.700", "+0.100", "9", "30", "2", "2"]
+    assert lines["scaling"][1:3] == ["", ""] and lines["scaling"][8:10] == ["", ""]
+    assert lines["early stopping"][4] == "1.455" and lines["early stopping"][6] == "+0.900"
+    pairs = [(report.Row("plain", "repair"), scaling), (report.Row("plain", "LiNeS"), scaling)]
+    assert cells(report.differences(results, pairs)) == {
+        "": ["at 1.02", "at 1.05", "at 1.10", "seeds"],
+        "---": ["---"] * 4,
+        "repair minus scaling": ["-0.160 +- 0.000", "-0.400 +- 0.000", "-0.400 +- 0.000", "2"],
     }
-    assert lines["repair"][3:9] == ["1.180", "0.700", "0.700", "-0.400 +- 0.000", "+0.600", "9"]
-    assert lines["scaling"][6] == "" and lines["early stopping"][4] == "1.455"
 
 
-def test_a_method_with_one_point_shows_where_it_ends_and_a_path_does_not() -> None:
+def test_methods_show_where_their_defaults_end_if_they_have_some() -> None:
     base = {"pair": "german", "seed": 0, "trained": "plain", "value": 0.0, "seconds": 9, "before": {}}
-    curve = [{"new": 2.0 + i / 20, "lost": [0.9 - i / 5]} for i in range(3)]
-    records = [
-        base | {"method": method, "curve": curve[:some]} for method, some in (("", 3), ("LiNeS", 3), ("protect", 1))
-    ]
-    told = report.table(report.Results(records, "german"), "drift").splitlines()
-    ends = {line.split(" | ")[0].strip("| "): line.split(" | ")[2:4] for line in told}
+    curve = [{"setting": 0.03 * 3**i, "new": 2.0 + i / 20, "lost": [0.9 - i / 5]} for i in range(3)]
+    some = {"": 3, "LiNeS": 3, "protect": 1, "repair": 3}
+    records = [base | {"method": method, "curve": curve[:number]} for method, number in some.items()]
+    records[2]["curve"] = [curve[0] | {"setting": AFTER["protect"].default}]
+    ends = {name: line[1:3] for name, line in cells(report.table(report.Results(records, "german"), "drift")).items()}
     assert ends["LiNeS"] == ["", ""] and ends["protect"] == ["2.000", "0.900"]
+    assert ends["repair"] == ["", ""]  # its path ended before its default
     assert ends["early stopping"] == ["2.100", "0.500"]
 
 

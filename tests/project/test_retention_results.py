@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # as `python -m 
 
 import common
 from retention import report
-from retention.__main__ import SUITES
+from retention.__main__ import PAGES, SUITES
 from retention.compare import decoded
 from retention.during import METHODS as DURING
 
@@ -24,12 +25,15 @@ def results(suite: str, pair: str) -> Any:
     return report.Results(common.read_records(FOLDER / f"{suite}.jsonl"), pair)
 
 
-@pytest.mark.parametrize(("suite", "pairs"), [("vision", ("development", "svhn")), ("drift", ("development",))])
-def test_the_tables_are_those_of_the_records(suite: str, pairs: tuple[str, ...]) -> None:
-    page = (FOLDER / "README.md").read_text()
-    for pair in pairs:
-        told = report.table(results(suite, pair), SUITES[suite].lost)
-        assert told in page, f"python -m benchmarks retention {suite} --draw --pairs {pair}"
+def test_the_tables_are_those_of_the_records() -> None:
+    """`python -m benchmarks retention SUITE --draw --write --pairs ...` writes them."""
+    places = [(page, name) for page in PAGES for name in re.findall(r"<!-- table: (.+, .+) -->", page.read_text())]
+    assert {"drift, development", "vision, development", "vision, svhn"} <= {name for _, name in places}
+    for page, name in places:
+        suite, pair = re.fullmatch(r"(\w+), (.+?)(?:, short|, differences)?", name).groups()  # type: ignore[union-attr]
+        found = report.tables(results(suite, pair), SUITES[suite].lost)
+        tables = {f"{suite}, {pair}{rest}": table for rest, table in found.items()}
+        assert common.with_tables(page.read_text(), {name: tables[name]}) == page.read_text(), (page.name, name)
 
 
 @pytest.mark.parametrize("suite", ["vision"])

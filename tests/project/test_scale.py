@@ -20,7 +20,7 @@ def test_the_document_is_what_the_command_prints() -> None:
         assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     text = scale.DOCUMENT.read_text()
     tables = {name: scale.markdown(table()) for name, table in scale.TABLES.items()}
-    assert scale.filled(text, tables) == text
+    assert scale.common.with_tables(text, tables) == text
     assert all(text.count(table) == 1 for table in tables.values())
 
 

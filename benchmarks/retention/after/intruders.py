@@ -35,6 +35,7 @@ METHOD = After(
     "intruder reduction",
     "nothing",
     path,
-    settings=(0.75, 0.5, 0.25, 0.0),  # the share of an intruder dimension that is left; the first is the default
+    settings=(0.75, 0.5, 0.25, 0.0),  # the share of an intruder dimension that is left
+    default=0.75,
     adapters_only=True,
 )

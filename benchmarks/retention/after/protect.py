@@ -25,5 +25,10 @@ def path(bench: Bench, model: Any) -> Iterator[Go]:
 
 
 METHOD = After(
-    "protect", "old data or own samples, once", path, settings=(DRIFT,), memory=True
-)  # the largest that it may be
+    "protect",
+    "old data or own samples, once",
+    path,
+    settings=(DRIFT,),  # the largest budget that it may have
+    default=DRIFT,
+    memory=True,
+)

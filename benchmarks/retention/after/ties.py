@@ -33,4 +33,4 @@ def path(bench: Bench, model: Any) -> Iterator[Go]:
         yield lambda weight: change(lambda layer: weight * kept[layer.name])
 
 
-METHOD = After("TIES", "nothing", path, settings=(1.0, 0.8, 0.6, 0.4))
+METHOD = After("TIES", "nothing", path, settings=(1.0, 0.8, 0.6, 0.4), default=1.0)

@@ -12,8 +12,11 @@ from retention.method import Bench, During
 def protect(bench: Bench, model: Any, optimizer: Any, value: float) -> AbstractContextManager[Any]:
     """Training with four samples in every step."""
     memory = limpet.SelfRehearsal(model, weight=value, seed=bench.seed)
-    memory.consolidate(bench.rehearsed())
+    rows = bench.rehearsed()
+    with bench.preparing():
+        memory.consolidate(rows)
+    bench.kept["megabytes"] = round(memory.nbytes / 1e6, 1)
     return memory.protect(optimizer)
 
 
-METHOD = During("self-rehearsal", "own samples", candidates=(0.3, 1.0, 3.0), protect=protect)
+METHOD = During("self-rehearsal", "own samples", candidates=(0.3, 1.0, 3.0, 10.0), protect=protect)
