@@ -28,7 +28,7 @@ PAGES = (
 )
 """Pages that have tables of this benchmark."""
 
-GENERATIVE = ("self-rehearsal", "OSF", "intruder reduction")
+GENERATIVE = ("self-rehearsal", "self-rehearsal of one row", "OSF", "intruder reduction")
 """Methods for language models with adapters."""
 
 SUITES = {

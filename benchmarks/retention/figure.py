@@ -16,6 +16,7 @@ COLORS = {
     "repair": "#1f6f8b",
     "protect": "#0b3c49",
     "self-rehearsal": "#6a994e",
+    "self-rehearsal of one row": "#a7c957",
     "self-rehearsal, then repair": "#386641",
     "distillation": "#8b3d6b",
     "replay of 5%": "#b8a11f",

@@ -101,18 +101,24 @@ def best(results: Results) -> dict[str, float]:
         results: The results of that pair.
 
     Returns:
-        By method, the candidate that loses the least at the middle one of the compared losses. If none of them reaches
-        it, the one that ends with the least loss on the new data.
+        By method, of the candidates that reach the most of the compared losses, the one that loses the least at the
+        middle one, or at the next that it reaches. If none reaches any, the one that ends with the least loss on the
+        new data.
     """
     found = {}
     for name in dict.fromkeys(row.trained for row in results.runs if row.value is not None):
-        rows = [row for row in results.runs if row.trained == name]
-        reached = {row: lost for row in rows if (lost := results.mean_lost(row, RATIOS[1])) is not None}
-        ends = {row: np.mean([run["curve"][-1]["new"] for run in results.runs[row].values()]) for row in rows}
-        row = min(reached or ends, key=lambda row: (reached or ends)[row])
+        row = min((row for row in results.runs if row.trained == name), key=lambda row: _order(results, row))
         assert row.value is not None
         found[name] = row.value
     return found
+
+
+def _order(results: Results, row: Row) -> tuple[int, float]:
+    """The smaller, the better the setting."""
+    losses = [lost for ratio in RATIOS if (lost := results.mean_lost(row, ratio)) is not None]
+    if not losses:
+        return 0, float(np.mean([run["curve"][-1]["new"] for run in results.runs[row].values()]))
+    return -len(losses), losses[-2:][0]  # who reaches a loss reaches all larger ones, so it is at the middle one
 
 
 def needs(row: Row) -> str:
@@ -126,6 +132,7 @@ SHORT = (
     Row("plain", "repair"),
     Row("plain", "protect"),
     Row("self-rehearsal"),
+    Row("self-rehearsal of one row"),
     Row("self-rehearsal", "scaling"),
     Row("self-rehearsal", "repair"),
     Row("distillation"),
@@ -140,6 +147,7 @@ PAIRS = (
     (Row("plain", "protect"), REFERENCE),
     (Row("self-rehearsal"), REFERENCE),
     (Row("plain", "repair"), Row("self-rehearsal")),
+    (Row("self-rehearsal of one row"), Row("self-rehearsal")),
     (Row("self-rehearsal", "repair"), Row("self-rehearsal")),
     (Row("self-rehearsal", "repair"), Row("self-rehearsal", "scaling")),
     (Row("distillation"), REFERENCE),

@@ -11,7 +11,7 @@ METHODS: dict[str, During] = {
         l2_sp.METHOD,
         ewc.METHOD,
         distillation.METHOD,
-        self_rehearsal.METHOD,
+        *self_rehearsal.METHODS,
         *replay.METHODS,
         osf.METHOD,
     )
