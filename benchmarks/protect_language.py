@@ -6,12 +6,11 @@
 
 The model, the texts and the training are those of repair_language: LoRA on all linear layers for 300 steps (kind
 "lora"; "qlora" on a base in NF4, which is then the model before), or all weights except the vocabulary matrix for 60
-steps (kind "full"), with AdamW. "Protect" is training under
-`memory.protect`, with a memory of the model's own samples. "Self-rehearsal" is training under
-`limpet.SelfRehearsal(model).protect`. Replay adds one row of old text to every batch of four, from a pool of 5 % as
-many rows as the new text has; distillation adds KL(before || now) on the new rows. Losses are in nats per token on
-held-out text; drift is KL(before || now) per token on samples that no memory has seen. Every point is recorded when it
-is measured, so an interrupted command resumes with the next run.
+steps (kind "full"), with AdamW. "Protect" is training under `memory.protect`, with a memory of the model's own samples.
+"Self-rehearsal" is training under `limpet.SelfRehearsal(model, weight=1.0).protect`. Replay adds one row of old text to
+every batch of four, from a pool of 5 % as many rows as the new text has; distillation adds KL(before || now) on the new
+rows. Losses are in nats per token on held-out text; drift is KL(before || now) per token on samples that no memory has
+seen. Every point is recorded when it is measured, so an interrupted command resumes with the next run.
 M is a folder or a name on the hub; texts are .txt, .html (tags are removed), or .csv (the column "text").
 """
 
@@ -100,7 +99,7 @@ class Bench:
         if what in ("plain", "protect"):
             memory = limpet.load(options.work / "memory-self.safetensors", trained)
         elif what == "self-rehearsal":
-            memory = limpet.SelfRehearsal(trained, seed=options.seed)
+            memory = limpet.SelfRehearsal(trained, weight=1.0, seed=options.seed)
             memory.consolidate()
         begin = time.perf_counter()
         moments: list[dict[str, Any]] = []

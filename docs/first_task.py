@@ -1,4 +1,4 @@
-"""Draw docs/first-task.png, the picture of the front page, from the records of results/permuted-mnist-50.
+"""Draw docs/first-task.png, the picture of docs/index.md, from the records of results/permuted-mnist-50.
 
 python docs/first_task.py
 """

@@ -15,7 +15,8 @@ import limpet
 from limpet.protection.recorder import InputRecorder
 from retention.compare import RATIOS, decoded, encoded
 from retention.method import After, During
-from retention.training import Pair, Training
+from retention.pair import Pair
+from retention.training import Training
 
 FARTHEST = 1.02 * RATIOS[-1]
 """A path is followed until the new loss is this multiple of that of plain training."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fine_tuning import BATCH, LENGTH, MEMORY_TOKENS, NEW_BLOCKS, loss, stored_samples
 from retention.language import LanguageBench
-from retention.training import KEPT, Pair
+from retention.pair import Pair
+from retention.training import KEPT
 
 PROBE_ROWS, TEST_ROWS, OTHER_ROWS = 120, 60, 318
 OTHERS_SEED, OTHERS_BATCH = 0, 16
@@ -44,6 +45,7 @@ class DriftBench(LanguageBench):
         self.pool = in_turns[:kept]
         self.test = self.samples("test", TEST_ROWS)
         self.remembered()  # all samples are drawn before anything is timed
+        self.rehearsed()
         self.before = torch.cat([log_probabilities(self.teacher, rows) for rows in torch.split(self.test, BATCH)])
 
     def samples(self, which: str, rows: int) -> Tensor:

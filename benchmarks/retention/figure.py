@@ -24,6 +24,7 @@ COLORS = {
     "diagonal EWC": "#9aa5b1",
 }
 LABELS = {"drift": "drift, nats per token", "wrong": "share of wrong answers"}
+TITLES = {"german": "SmolLM2-135M learns a German text (LoRA)", "svhn": "A small ResNet learns SVHN after CIFAR-10"}
 RANGE = (0.97, 1.3)
 
 
@@ -63,13 +64,16 @@ def draw(results: dict[str, Results], lost: str, path: Path) -> None:
 
     figure, axes = plt.subplots(1, len(results), figsize=(6.2 * len(results), 4.4), layout="constrained", squeeze=False)
     for axis, (name, found) in zip(axes[0], results.items(), strict=True):
+        right = 1.0
         for row in found.runs:
             new, lost_there = points(found, row)
             if row.name in COLORS and new[-1 if row.name == "protect" else 0] <= RANGE[1]:
                 _curve(axis, row, new, lost_there)
+                right = max(right, *new)
         before = np.mean([decoded(found.runs[PLAIN][seed]["before"]["lost"]).mean() for seed in found.seeds(PLAIN)])
         axis.axhline(before, color="#cccccc", linewidth=1, zorder=0, label="before")
-        axis.set(xlim=RANGE, title=name, xlabel="loss on the new data / that of plain training", ylabel=LABELS[lost])
+        axis.set(xlim=(RANGE[0], min(right + 0.02, RANGE[1])), title=TITLES.get(name, name), ylabel=LABELS[lost])
+        axis.set_xlabel("loss on the new data / that of plain training")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=130)

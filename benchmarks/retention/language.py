@@ -18,7 +18,7 @@ from fine_tuning import BATCH, HELD_OUT, NEW_BLOCKS, adamw, adapted, blocks, fre
 from limpet.integrations.causal_lm import consolidate_lm
 from retention.bench import Bench
 from retention.method import During
-from retention.training import Pair
+from retention.pair import Pair
 from retention.update import Layer, adapted_layers, adapter_updates, squared_distance, weight_updates
 
 
@@ -74,7 +74,7 @@ class LanguageBench(Bench):
     def old_loss(self, model: Any, share: float) -> Tensor:
         count = max(round(share * NEW_BLOCKS), 1)
         row = self.pool[torch.randint(0, count, (1,), generator=self.draws)]
-        return self.forward(model, row)[0]
+        return self.forward(model, row)[0] / BATCH
 
     def updates(self, model: Any) -> list[Layer]:
         if self.pair.full:

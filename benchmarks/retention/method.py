@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from limpet.forgetting.repair import Repair
+from retention.pair import Pair
 from retention.update import Layer
 
 Extra = Callable[[Any, Tensor], Tensor | float]
@@ -34,7 +35,7 @@ class Bench(Protocol):
         """KL(before || now) of the old outputs on a new batch, per example."""
 
     def old_loss(self, model: Any, share: float) -> Tensor:
-        """The loss on a few old examples, from a pool of this share of the new ones' number."""
+        """The loss on a few old examples, from a pool of this share of the new ones' number, each like a new one."""
 
     def rehearsed(self) -> list[Tensor]:
         """Rows for self-rehearsal."""
@@ -67,7 +68,7 @@ class During:
         fixed: The value of its setting if there is nothing to choose.
         extra: Makes the further loss for a model and a value.
         protect: Makes the context that training runs in, from the bench, the model, the optimizer and the value.
-        rate: Factor of the learning rate, for a value.
+        rate: The learning rate for a pair and a value.
         wrapped: Makes the model that trains, if it is not that of plain training.
         memory: It uses a memory of the model before.
     """
@@ -79,7 +80,7 @@ class During:
     fixed: float = 0.0
     extra: Callable[[Bench, Any, float], Extra] | None = None
     protect: Callable[[Bench, Any, Any, float], AbstractContextManager[Any]] = lambda *_: nullcontext()
-    rate: Callable[[float], float] = lambda _: 1.0
+    rate: Callable[[Pair, float], float] = lambda pair, _: pair.rate
     wrapped: Callable[[Any, float], Any] | None = None
     memory: bool = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,23 +63,29 @@ class Results:
         points = [Point(point["new"], decoded(point["lost"])) for point in self.curve(row, seed)]
         return at_loss(points, ratio * self.plain(seed))
 
-    def others(self, row: Row, seed: int, ratio: float) -> float | None:
-        """The increase of the loss on other data, at the measured point that is nearest; None if there is none."""
-        before = self.runs[PLAIN][seed]["before"].get("others", {})
-        points = [point for point in self.runs[row][seed]["curve"] if point.get("others")]
-        if not points:
-            return None
-        nearest = min(points, key=lambda point: abs(point["new"] / self.plain(seed) - ratio))
-        return float(np.mean([nearest["others"][name] - loss for name, loss in before.items()]))
+    @property
+    def others(self) -> list[str]:
+        """The names of the other data."""
+        return list(self.runs[PLAIN][min(self.runs[PLAIN])]["before"].get("others", {}))
+
+    def increases(self, row: Row) -> list[float]:
+        """The increase of the loss on each of the other data where it was measured: mean over the seeds that were."""
+        found = [
+            [point["others"][name] - self.runs[PLAIN][seed]["before"]["others"][name] for name in self.others]
+            for seed in self.seeds(row)
+            for point in self.runs[row][seed]["curve"]
+            if point.get("others")
+        ]
+        return np.mean(found, axis=0).tolist() if found else []
 
     def seeds(self, row: Row) -> list[int]:
         """The seeds that a method was run with, of those with a plain run."""
         return sorted(self.runs[row].keys() & self.runs[PLAIN].keys())
 
     def seconds(self, row: Row, seed: int) -> float:
-        """The seconds of a method and, if it acts after training, of that training."""
-        before = self.runs[Row(row.trained)][seed]["seconds"] if row.method else 0.0
-        return float(before + self.runs[row][seed]["seconds"])
+        """The seconds of a method and, if it acts after training, of that training; nan if they were not measured."""
+        before = self.runs[Row(row.trained)][seed].get("seconds", np.nan) if row.method else 0.0
+        return float(before + self.runs[row][seed].get("seconds", np.nan))
 
     def against(self, row: Row, other: Row, ratio: float) -> Interval | None:
         """The difference of what two methods lose; None where one of them does not reach the new loss."""
@@ -91,7 +97,8 @@ class Results:
 
     def mean_lost(self, row: Row, ratio: float) -> float | None:
         """The mean over seeds and rows; None where a seed does not reach the new loss."""
-        return _mean([self.lost(row, seed, ratio) for seed in self.seeds(row)])
+        found = [self.lost(row, seed, ratio) for seed in self.seeds(row)]
+        return None if not found or any(value is None for value in found) else float(np.mean(found))
 
 
 def best(results: Results) -> dict[str, float]:
@@ -146,6 +153,7 @@ PAIRS = (
     (Row("plain", "repair"), REFERENCE),
     (Row("plain", "protect"), REFERENCE),
     (Row("self-rehearsal"), REFERENCE),
+    (Row("self-rehearsal of one row"), REFERENCE),
     (Row("plain", "repair"), Row("self-rehearsal")),
     (Row("self-rehearsal of one row"), Row("self-rehearsal")),
     (Row("self-rehearsal", "repair"), Row("self-rehearsal")),
@@ -193,7 +201,7 @@ def short(results: Results, lost: str) -> str:
                 row.name,
                 needs(row),
                 *("not reached" if loss is None else f"{loss:.3f}" for loss in losses),
-                f"{np.mean(ratios):.1f}",
+                _shown(np.mean(ratios), 2),
                 str(len(ratios)),
             ]
         )
@@ -211,7 +219,8 @@ def table(results: Results, lost: str) -> str:
         The table.
     """
     at = [f"{lost} at {ratio:.2f}" for ratio in RATIOS]
-    header = ["", "beside the new data", "new loss by default", f"{lost} by default", *at, "other data near 1.05",
+    others = [f"loss on {' / '.join(results.others)}"] if results.others else []
+    header = ["", "beside the new data", "new loss by default", f"{lost} by default", *at, *others,
               "seconds", "once before: seconds", "MB", "seeds"]  # fmt: skip
     return markdown(header, [_row(results, row) for row in results.runs])
 
@@ -248,8 +257,7 @@ def _row(results: Results, row: Row) -> list[str]:
     records = [results.runs[row][seed] for seed in seeds]
     ends = [end for record in records if (end := by_default(row, record)) is not None]
     losses = [results.mean_lost(row, ratio) for ratio in RATIOS]
-    others = [results.others(row, seed, RATIOS[1]) for seed in seeds]
-    other = _mean([value for value in others if value is not None])
+    others = [" / ".join(f"{value:+.2f}" for value in results.increases(row))] if results.others else []
     kept = [record.get("kept", {}) for record in records]
     return [
         row.name,
@@ -257,10 +265,9 @@ def _row(results: Results, row: Row) -> list[str]:
         f"{np.mean([end['new'] for end in ends]):.3f}" if ends else "",
         f"{np.mean([decoded(end['lost']).mean() for end in ends]):.3f}" if ends else "",
         *("not reached" if loss is None else f"{loss:.3f}" for loss in losses),
-        "" if other is None else f"{other:+.3f}",
-        f"{np.mean([record['seconds'] for record in records]):.0f}",
-        *("" if (mean := _mean([one.get(what) for one in kept])) is None else f"{mean:.0f}"
-          for what in ("seconds", "megabytes")),
+        *others,
+        _shown(np.mean([results.seconds(row, seed) for seed in seeds])),
+        *(_shown(np.mean([one.get(what, np.nan) for one in kept])) for what in ("seconds", "megabytes")),
         str(len(seeds)),
     ]  # fmt: skip
 
@@ -272,5 +279,5 @@ def by_default(row: Row, record: dict[str, Any]) -> dict[str, Any] | None:
     return next((point for point in record["curve"] if point["setting"] == AFTER[row.method].default), None)
 
 
-def _mean(values: Sequence[Any]) -> float | None:
-    return None if not values or any(value is None for value in values) else float(np.mean(values))
+def _shown(value: Any, digits: int = 0) -> str:
+    return "" if np.isnan(value) else f"{value:.{digits}f}"

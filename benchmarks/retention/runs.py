@@ -12,7 +12,7 @@ from common import versions
 from retention.after import METHODS as AFTER
 from retention.during import METHODS as DURING
 from retention.method import After, During
-from retention.training import Pair
+from retention.pair import Pair
 
 PLAIN = {"trained": "plain", "method": "", "value": 0.0}
 

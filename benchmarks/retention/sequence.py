@@ -27,8 +27,8 @@ from retention.classifier import Batch, Classification
 from retention.compare import paired
 from retention.during import METHODS as DURING
 from retention.method import After, During
+from retention.pair import Pair
 from retention.report import PLAIN, Results, Row, needs
-from retention.training import Pair
 from sentences import MEASURED, PROBE, TASKS, texts, tokenized
 
 LANGUAGE = "language"
@@ -102,7 +102,8 @@ class Stage(Classification):
         size = min(kept, len(batches[number]["labels"]))
         rows = torch.randperm(size, generator=self.draws)[:REPLAYED]
         some = {name: value[rows] for name, value in batches[number].items()}
-        return F.cross_entropy(logits(model, some, self.heads[task]), some["labels"])
+        old = F.cross_entropy(logits(model, some, self.heads[task]), some["labels"])
+        return old * len(rows) / len(self.new[0]["labels"])
 
     def memory(self, model: Any) -> Any:
         assert self.memory_file is not None

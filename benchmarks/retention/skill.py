@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fine_tuning import BATCH, LENGTH, NEW_BLOCKS, adamw, adapted, fresh
 from retention.language import LanguageBench
-from retention.training import KEPT, Pair
+from retention.pair import Pair
+from retention.training import KEPT
 
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Greta", "Henry", "Ida", "Jonas", "Karin", "Leo", "Mia")
 ITEMS = ("lamps", "chairs", "tables", "books", "pens", "cups", "plates", "clocks", "mirrors", "ropes", "keys", "hats")

@@ -6,7 +6,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +16,11 @@ import limpet
 from limpet.forgetting.repair import Repair
 from limpet.methods.laplace import REPAIRED_WITH
 from retention.method import During
+from retention.pair import Pair
 from retention.update import Layer
 
 KEPT = 0.05
 """Size of the pool for replay, relative to the number of new examples."""
-
-
-@dataclass(frozen=True)
-class Pair:
-    """What is learned, and how.
-
-    Attributes:
-        new: The name of the new data.
-        others: The names of other data that the model is to keep its loss on.
-        steps: Number of steps.
-        rate: Largest learning rate.
-        moments: Steps at which a training run is measured.
-        full: Train all weights instead of adapters.
-    """
-
-    new: str
-    others: tuple[str, ...] = ()
-    steps: int = 300
-    rate: float = 2e-3
-    moments: tuple[int, ...] = (100, 150, 200, 250, 300)
-    full: bool = False
 
 
 class Training(ABC):
@@ -63,7 +42,7 @@ class Training(ABC):
 
     def __init__(self, work: Path, pair: Pair, seed: int) -> None:
         self.work, self.pair, self.seed = work, pair, seed
-        self.draws = torch.Generator().manual_seed(100 + seed)
+        self.draws = torch.Generator()
         self.kept, self.prepared = {}, 0.0
 
     @abstractmethod
@@ -92,7 +71,10 @@ class Training(ABC):
 
     @abstractmethod
     def old_loss(self, model: Any, share: float) -> Tensor:
-        """The loss on a few old examples, from a pool of this share of the new ones' number."""
+        """The mean loss of a few old examples, from a pool of this share of the new ones' number.
+
+        It is weighted by their number relative to that of a batch, so each counts as much as a new one.
+        """
 
     @abstractmethod
     def updates(self, model: Any) -> list[Layer]:
@@ -140,7 +122,8 @@ class Training(ABC):
             value: The value of its setting.
             then: Called after every step, with its number.
         """
-        optimizer, schedule = self.optimizer(model, self.pair.rate * method.rate(value))
+        optimizer, schedule = self.optimizer(model, method.rate(self.pair, value))
+        self.draws.manual_seed(100 + self.seed)  # whatever was run before
         generator = torch.Generator().manual_seed(2 + self.seed)
         extra = None if method.extra is None else method.extra(self, model, value)
         with method.protect(self, model, optimizer, value):

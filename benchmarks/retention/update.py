@@ -86,7 +86,20 @@ def changing(layers: Sequence[Layer]) -> Iterator[Callable[[Rule], None]]:
 
 
 def depths(names: Sequence[str]) -> dict[str, int]:
-    """The number of the block that a layer is in, or its place among the layers if their names have no number."""
+    """The depth of every layer, in the order of the model.
+
+    Args:
+        names: Their names.
+
+    Returns:
+        By name, the number of its block; of a layer outside of all blocks that of the one before it, 0 for the first.
+        The place among the layers if no name has a number.
+    """
     numbers = [re.search(r"\.layers?\.(\d+)\.", name) for name in names]
-    places = enumerate(zip(names, numbers, strict=True))
-    return {name: place if number is None else int(number[1]) for place, (name, number) in places}
+    if not any(numbers):
+        return {name: place for place, name in enumerate(names)}
+    found, depth = dict[str, int](), 0
+    for name, number in zip(names, numbers, strict=True):
+        depth = depth if number is None else int(number[1])
+        found[name] = depth
+    return found

@@ -19,7 +19,8 @@ import limpet
 from limpet.experiments.data import images
 from retention.bench import Bench
 from retention.classifier import Batch, Classification, adamw
-from retention.training import KEPT, Pair
+from retention.pair import Pair
+from retention.training import KEPT
 
 OLD, OLD_IMAGES, OLD_EPOCHS, OLD_RATE = "cifar10", 20_000, 6, 3e-3
 NEW_IMAGES, TEST_IMAGES, MEASURED, PROBE = 9_600, 2_000, 1_000, 100
@@ -152,7 +153,7 @@ class VisionBench(Classification, Bench):
         batch = self.old[int(torch.randint(0, max(round(share * len(self.new)), 1), (), generator=self.draws))]
         rows = torch.randperm(len(batch["labels"]), generator=self.draws)[:REPLAYED]
         some = {name: value[rows] for name, value in batch.items()}
-        return F.cross_entropy(self.old_logits(model, some), some["labels"])
+        return F.cross_entropy(self.old_logits(model, some), some["labels"]) * len(rows) / BATCH
 
     @property
     def memories(self) -> Any:

@@ -193,7 +193,7 @@ def test_a_language_model_keeps_its_distribution_at_nearly_the_same_new_loss() -
     new = torch.cat([torch.full((40, 1), 22), new], 1)
     for name in ("plain", "rehearsal"):
         base = language_model(hidden_size=24, intermediate_size=48)
-        memory = limpet.SelfRehearsal(base, batch_size=8)
+        memory = limpet.SelfRehearsal(base, weight=1.0, batch_size=8)
         memory.consolidate(tokens=4000, length=9, held_out=40, progress=False)
         model = adapted(base)
         assert float(memory.drift()) < 1e-6

@@ -69,5 +69,38 @@ def test_what_the_page_says_about_images() -> None:
     assert f"{wrong} wrong at {times} the new loss (Fashion-MNIST)" in text
     wrong, times = end(svhn, protect, 0)
     assert f"{wrong} at {times} (SVHN)" in text
-    wrong, times = end(svhn, report.Row("replay of 5%"), 0)
-    assert f"({wrong} wrong on SVHN)" in text and times.startswith("3.")
+
+
+def test_what_the_pages_say_about_german() -> None:
+    found = results("drift", "german")
+    repair, scaling, one, four = (
+        report.Row(*names)
+        for names in (("plain", "repair"), ("plain", "scaling"), ("self-rehearsal of one row",), ("self-rehearsal",))
+    )
+    page, readme, decision = (
+        " ".join(path.read_text().split())
+        for path in (
+            FOLDER / "README.md",
+            PAGES[-1],
+            FOLDER.parents[1] / "docs" / "decisions" / "0038-cheap-self-rehearsal.md",
+        )
+    )
+    for row in (repair, one):  # "more than two standard errors"
+        against = [found.against(row, scaling, ratio) for ratio in report.RATIOS]
+        assert all(difference.mean + 2 * difference.error < 0 for difference in against), row
+    at = {row: f"{found.mean_lost(row, 1.02):.3f}" for row in (repair, scaling, one)}
+    assert f"drift of {at[one]} nats at 1.02, where repair has {at[repair]} and scaling {at[scaling]}" in page
+    times = [[found.seconds(row, seed) / found.seconds(report.PLAIN, seed) for seed in found.seeds(row)]
+             for row in (one, four)]  # fmt: skip
+    one_time, four_time = (f"{sum(some) / len(some):.1f}" for some in times)
+    assert f"{one_time} times the CPU seconds of plain training with one row, {four_time} times with four" in page
+    assert f"{one_time} times the CPU seconds of plain training with one row, {four_time} times with four" in decision
+    difference = [found.against(one, four, ratio) for ratio in report.RATIOS]
+    assert max(abs(each.mean) for each in difference) < 0.01
+    means = ", ".join(f"{each.mean:+.3f}" for each in difference)
+    assert f"({means} nats at 1.02, 1.05 and 1.10)" in page and f"({means} nats at 1.02, 1.05 and 1.10)" in decision
+    plain, rehearsed = (found.increases(row) for row in (report.PLAIN, one))
+    text = f"plain training loses {plain[0]:.2f} nats on reviews and {plain[1]:.2f} on speeches, "
+    text += f"self-rehearsal of one row {rehearsed[0]:.2f} and {rehearsed[1]:.2f}"
+    assert text in page and text in readme
+    assert all(value < 0 for row in (repair, scaling) for value in found.increases(row)), "they lose nothing there"

@@ -3,5 +3,9 @@
 from retention.method import During
 
 METHOD = During(
-    "lower learning rate", "nothing", candidates=(0.5, 0.25, 0.1), chosen={"vision": 0.5}, rate=lambda value: value
+    "lower learning rate",
+    "nothing",
+    candidates=(0.5, 0.25, 0.1),
+    chosen={"vision": 0.5},
+    rate=lambda pair, value: value * pair.rate,
 )

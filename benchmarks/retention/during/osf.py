@@ -18,6 +18,6 @@ METHOD = During(
     "OSF",
     "nothing",
     candidates=(0.5, 0.9),  # the first is peft's default
-    rate=lambda _: 0.05,  # all weights train, with the rate of such a training
+    rate=lambda pair, _: pair.rate if pair.full else 0.05 * pair.rate,  # all weights train, which needs a lower one
     wrapped=wrapped,
 )
