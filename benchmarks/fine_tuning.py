@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from limpet.integrations.causal_lm import iter_texts, self_samples
+from limpet.io.atomic import write_text
 
 LENGTH, BATCH = 64, 4
 MEMORY_TOKENS, HELD_OUT, NEW_BLOCKS = 12_000, 40, 400
@@ -112,7 +113,7 @@ def stored_samples(source: str, path: Path, rows: int, seed: int) -> Tensor:
     """
     if not path.exists():
         drawn = self_samples(fresh(source), rows * (LENGTH - 1), length=LENGTH, seed=seed)
-        path.write_text(json.dumps(drawn.tolist()))
+        write_text(path, json.dumps(drawn.tolist()))
     found = torch.tensor(json.loads(path.read_text()))
     if found.shape != (rows, LENGTH):
         raise SystemExit(f"{path} has {len(found)} samples instead of {rows}; remove it to draw them again")

@@ -74,7 +74,7 @@ class LanguageBench(Bench):
     def old_loss(self, model: Any, share: float) -> Tensor:
         count = max(round(share * NEW_BLOCKS), 1)
         row = self.pool[torch.randint(0, count, (1,), generator=self.draws)]
-        return self.forward(model, row)[0] / BATCH
+        return self.forward(model, row)[0]
 
     def updates(self, model: Any) -> list[Layer]:
         if self.pair.full:

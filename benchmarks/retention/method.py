@@ -35,7 +35,7 @@ class Bench(Protocol):
         """KL(before || now) of the old outputs on a new batch, per example."""
 
     def old_loss(self, model: Any, share: float) -> Tensor:
-        """The loss on a few old examples, from a pool of this share of the new ones' number, each like a new one."""
+        """The sum of the losses of a few old examples, from a pool of this share of the new ones' number."""
 
     def rehearsed(self) -> list[Tensor]:
         """Rows for self-rehearsal."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import common
@@ -80,7 +81,7 @@ def run(suite: Suite, options: argparse.Namespace) -> None:
 
 
 def _check(suite: Suite, options: argparse.Namespace) -> None:
-    """Stop before anything is run if a text or the plain runs are missing."""
+    """Stop before anything is run if a text, its file or the plain runs are missing."""
     pairs = [suite.pairs[name] for name in options.pairs if suite.texts]
     needed = {text for pair in pairs for text in (pair.new, *pair.others)}
     missing = ", ".join(sorted(needed - options.texts.keys()))
@@ -91,6 +92,9 @@ def _check(suite: Suite, options: argparse.Namespace) -> None:
         without = [seed for seed in options.seeds if (pair, seed, "plain", "", 0.0) not in done]
         if without:
             raise SystemExit(f"{pair}, seeds {without}: every method is compared with plain training; run it too")
+    absent = [name for name in sorted(needed) if not Path(options.texts[name]).is_file()]
+    if absent:
+        raise SystemExit(f"--text {absent[0]}={options.texts[absent[0]]}: there is no such file")
 
 
 def _run(suite: Suite, options: argparse.Namespace, pair: str, seed: int, wanted: Sequence[Run]) -> None:

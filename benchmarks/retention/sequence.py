@@ -21,6 +21,7 @@ from torch import Tensor
 
 import limpet
 from fine_tuning import read
+from limpet.io.atomic import atomic_write
 from limpet.protection.recorder import InputRecorder
 from repair_figures import markdown
 from retention.classifier import Batch, Classification
@@ -102,8 +103,7 @@ class Stage(Classification):
         size = min(kept, len(batches[number]["labels"]))
         rows = torch.randperm(size, generator=self.draws)[:REPLAYED]
         some = {name: value[rows] for name, value in batches[number].items()}
-        old = F.cross_entropy(logits(model, some, self.heads[task]), some["labels"])
-        return old * len(rows) / len(self.new[0]["labels"])
+        return F.cross_entropy(logits(model, some, self.heads[task]), some["labels"], reduction="sum")
 
     def memory(self, model: Any) -> Any:
         assert self.memory_file is not None
@@ -212,7 +212,9 @@ class Sequence:
         """The network after the first task, which is trained once."""
         path = self.work / f"first {self.tasks[0]} {self.seed}.pt"
         if not path.exists():
-            torch.save(stage.learned(DURING["plain"], 0.0, None).state_dict(), path)
+            learned = stage.learned(DURING["plain"], 0.0, None)
+            with atomic_write(path) as temporary:
+                torch.save(learned.state_dict(), temporary)
         model = stage.copied()
         model.load_state_dict(torch.load(path, weights_only=True))
         return model.eval()

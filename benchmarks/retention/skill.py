@@ -109,8 +109,10 @@ class SkillBench(LanguageBench):
         if not folder.exists():
             taught = teach(fresh(options.model), rows, seed)
             print(f"taught {seed}: {sum(wrong(taught, tokenizer, self.test))} of {TESTED} wrong", flush=True)
-            tokenizer.save_pretrained(folder)
-            taught.save_pretrained(folder)
+            part = folder.with_name(f"{folder.name}.part")
+            tokenizer.save_pretrained(part)
+            taught.save_pretrained(part)
+            part.rename(folder)
         super().__init__(argparse.Namespace(**vars(options) | {"model": str(folder)}), name, pair, seed)
         kept = round(KEPT * NEW_BLOCKS)
         self.pool, self._rows = rows[:kept], rows

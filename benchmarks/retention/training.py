@@ -37,12 +37,14 @@ class Training(ABC):
     kept: dict[str, Any]
     """What a method has kept from before: its `megabytes`, and the `seconds` of making it."""
 
+    draws: torch.Generator
+    """What a run draws its old examples with."""
+
     prepared: float
     """CPU seconds that this run spent on making it."""
 
     def __init__(self, work: Path, pair: Pair, seed: int) -> None:
         self.work, self.pair, self.seed = work, pair, seed
-        self.draws = torch.Generator()
         self.kept, self.prepared = {}, 0.0
 
     @abstractmethod
@@ -71,10 +73,7 @@ class Training(ABC):
 
     @abstractmethod
     def old_loss(self, model: Any, share: float) -> Tensor:
-        """The mean loss of a few old examples, from a pool of this share of the new ones' number.
-
-        It is weighted by their number relative to that of a batch, so each counts as much as a new one.
-        """
+        """The sum of the losses of a few old examples, from a pool of this share of the new ones' number."""
 
     @abstractmethod
     def updates(self, model: Any) -> list[Layer]:
@@ -123,7 +122,7 @@ class Training(ABC):
             then: Called after every step, with its number.
         """
         optimizer, schedule = self.optimizer(model, method.rate(self.pair, value))
-        self.draws.manual_seed(100 + self.seed)  # whatever was run before
+        self.draws = torch.Generator().manual_seed(100 + self.seed)
         generator = torch.Generator().manual_seed(2 + self.seed)
         extra = None if method.extra is None else method.extra(self, model, value)
         with method.protect(self, model, optimizer, value):

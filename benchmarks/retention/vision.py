@@ -17,6 +17,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 import limpet
 from limpet.experiments.data import images
+from limpet.io.atomic import atomic_write
 from retention.bench import Bench
 from retention.classifier import Batch, Classification, adamw
 from retention.pair import Pair
@@ -117,7 +118,8 @@ class VisionBench(Classification, Bench):
             torch.autograd.backward(model(**batch).loss)
             optimizer.step()
             schedule.step()
-        torch.save(model.state_dict(), path)
+        with atomic_write(path) as temporary:
+            torch.save(model.state_dict(), temporary)
         return model
 
     def freeze(self, model: Any) -> Any:
@@ -153,7 +155,7 @@ class VisionBench(Classification, Bench):
         batch = self.old[int(torch.randint(0, max(round(share * len(self.new)), 1), (), generator=self.draws))]
         rows = torch.randperm(len(batch["labels"]), generator=self.draws)[:REPLAYED]
         some = {name: value[rows] for name, value in batch.items()}
-        return F.cross_entropy(self.old_logits(model, some), some["labels"]) * len(rows) / BATCH
+        return F.cross_entropy(self.old_logits(model, some), some["labels"], reduction="sum")
 
     @property
     def memories(self) -> Any:

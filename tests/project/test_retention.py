@@ -131,6 +131,21 @@ def test_lines_grows_with_the_depth() -> None:
     assert list(update.depths([f"model.{name}.weight" for name in names]).values()) == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("name", ["replay of 1%", "replay of 5%"])
+def test_an_old_example_counts_as_much_as_one_of_the_batch(name: str) -> None:
+    class Old:
+        def old_loss(self, model: Any, share: float) -> torch.Tensor:
+            assert f"replay of {share:.0%}" == name
+            return torch.tensor(2.0 + 4.0)  # of two examples
+
+    extra = DURING[name].extra
+    assert extra is not None
+    new = torch.tensor([1.0, 3.0, 5.0])
+    total = new.mean() + extra(Old(), None, DURING[name].fixed)(None, torch.empty(3, 7))  # type: ignore[arg-type]
+    pooled = torch.cat([new, torch.tensor([2.0, 4.0])]).mean()
+    assert total == pytest.approx(float(pooled * 5 / 3))  # its multiple, as AdamW does not see it
+
+
 def test_ties_keeps_the_largest_entries_of_an_update() -> None:
     model = adapted()
     before = deltas(model)
@@ -219,6 +234,10 @@ def test_methods_show_where_their_defaults_end_if_they_have_some() -> None:
         (["--text", "german"], "NAME=FILE"),
         (["--text", "german=a.txt"], "missing: english, reviews, speeches"),
         (["--text", *(f"{name}=a.txt" for name in ("german", "english", "reviews", "speeches"))], "every method"),
+        (
+            ["--methods", "plain", "--text", *(f"{one}=a.txt" for one in ("german", "english", "reviews", "speeches"))],
+            "--text english=a.txt: there is no such file",
+        ),
         (["--draw", "--pairs", "speeches"], "no records"),
     ],
 )

@@ -27,7 +27,7 @@ METHOD = After(
     "repair",
     "old data or own samples, once",
     path,
-    settings=(0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
+    settings=(0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0),
     default=1.0,
     after=("plain", "self-rehearsal", "distillation"),
     memory=True,

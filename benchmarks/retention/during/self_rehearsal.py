@@ -26,10 +26,10 @@ def protect(bench: Bench, model: Any, optimizer: Any, value: float, rows: int) -
 METHODS = (
     During(
         "self-rehearsal",
-        "own samples",
+        "old data or own samples",
         candidates=(0.3, 1.0, 3.0, 10.0),
         chosen={"language": WEIGHT},
         protect=partial(protect, rows=4),
     ),
-    During("self-rehearsal of one row", "own samples", fixed=WEIGHT, protect=partial(protect, rows=1)),
+    During("self-rehearsal of one row", "old data or own samples", fixed=WEIGHT, protect=partial(protect, rows=1)),
 )
