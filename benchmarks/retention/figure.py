@@ -22,9 +22,15 @@ COLORS = {
     "replay of 5%": "#b8a11f",
     "L2-SP": "#c98bb0",
     "diagonal EWC": "#9aa5b1",
+    "LiNeS": "#e5b181",
+    "TIES": "#a34a28",
 }
 LABELS = {"drift": "drift, nats per token", "wrong": "share of wrong answers"}
-TITLES = {"german": "SmolLM2-135M learns a German text (LoRA)", "svhn": "A small ResNet learns SVHN after CIFAR-10"}
+TITLES = {
+    ("drift", "german"): "SmolLM2-135M learns a German text (LoRA)",
+    ("wrong", "german"): "SmolLM2-135M, taught JSON, learns a German text",
+    ("wrong", "svhn"): "A small ResNet learns SVHN after CIFAR-10",
+}
 RANGE = (0.97, 1.3)
 
 
@@ -72,7 +78,9 @@ def draw(results: dict[str, Results], lost: str, path: Path) -> None:
                 right = max(right, *new)
         before = np.mean([decoded(found.runs[PLAIN][seed]["before"]["lost"]).mean() for seed in found.seeds(PLAIN)])
         axis.axhline(before, color="#cccccc", linewidth=1, zorder=0, label="before")
-        axis.set(xlim=(RANGE[0], min(right + 0.02, RANGE[1])), title=TITLES.get(name, name), ylabel=LABELS[lost])
+        axis.set(
+            xlim=(RANGE[0], min(right + 0.02, RANGE[1])), title=TITLES.get((lost, name), name), ylabel=LABELS[lost]
+        )
         axis.set_xlabel("loss on the new data / that of plain training")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -24,7 +24,7 @@ from retention.training import KEPT
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Greta", "Henry", "Ida", "Jonas", "Karin", "Leo", "Mia")
 ITEMS = ("lamps", "chairs", "tables", "books", "pens", "cups", "plates", "clocks", "mirrors", "ropes", "keys", "hats")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-TAUGHT, TESTED, TAUGHT_STEPS, TAUGHT_RATE, ANSWER = 700, 200, 300, 2e-3, 40
+TAUGHT, TESTED, TAUGHT_STEPS, TAUGHT_RATE, ANSWER = 700, 200, 300, 2e-3, 24
 
 PAIRS = {"german": Pair("german")}
 
@@ -69,8 +69,10 @@ def teach(model: Any, rows: Tensor, seed: int) -> Any:
 
 
 @torch.no_grad()
-def wrong(model: Any, tokenizer: Any, pairs: list[tuple[str, str]], size: int = 25) -> list[int]:
+def wrong(model: Any, tokenizer: Any, pairs: list[tuple[str, str]], size: int = 100) -> list[int]:
     """For every sentence, 1 if what the model writes after it is not its object.
+
+    The sentence has a blank line before it, as in the rows: at the very beginning of a text, names are read worse.
 
     Args:
         model: The model.
@@ -87,7 +89,7 @@ def wrong(model: Any, tokenizer: Any, pairs: list[tuple[str, str]], size: int = 
     padded.padding_side, padded.pad_token = "left", padded.pad_token or padded.eos_token
     for start in range(0, len(pairs), size):
         some = pairs[start : start + size]
-        told = padded([f"{sentence}\n" for sentence, _ in some], return_tensors="pt", padding=True)
+        told = padded([f"\n\n{sentence}\n" for sentence, _ in some], return_tensors="pt", padding=True)
         written = model.generate(
             input_ids=told["input_ids"], attention_mask=told["attention_mask"], max_new_tokens=ANSWER, do_sample=False,
             use_cache=True, pad_token_id=padded.pad_token_id,
@@ -107,8 +109,11 @@ class SkillBench(LanguageBench):
         rows = rows_of(tokenizer, pairs[:TAUGHT])
         folder: Path = options.work / f"taught {seed}"
         if not folder.exists():
-            taught = teach(fresh(options.model), rows, seed)
-            print(f"taught {seed}: {sum(wrong(taught, tokenizer, self.test))} of {TESTED} wrong", flush=True)
+            untaught = fresh(options.model)
+            errors = [sum(wrong(untaught, tokenizer, self.test))]
+            taught = teach(untaught, rows, seed)
+            errors.append(sum(wrong(taught, tokenizer, self.test)))
+            print(f"wrong before the convention is taught and after it: {errors} of {TESTED}", flush=True)
             part = folder.with_name(f"{folder.name}.part")
             tokenizer.save_pretrained(part)
             taught.save_pretrained(part)

@@ -104,3 +104,27 @@ def test_what_the_pages_say_about_german() -> None:
     text += f"self-rehearsal of one row {rehearsed[0]:.2f} and {rehearsed[1]:.2f}"
     assert text in page and text in readme
     assert all(value < 0 for row in (repair, scaling) for value in found.increases(row)), "they lose nothing there"
+
+
+def test_what_the_page_says_about_the_skill() -> None:
+    found, text = results("skill", "german"), " ".join((FOLDER / "README.md").read_text().split())
+    repair, scaling, one = (
+        report.Row(*names) for names in (("plain", "repair"), ("plain", "scaling"), ("self-rehearsal of one row",))
+    )
+    assert decoded(found.runs[report.PLAIN][0]["before"]["lost"]).mean() == 0
+    for ratio in (1.05, 1.1):
+        assert found.mean_lost(repair, ratio) == 0
+    scaled = [f"{100 * found.mean_lost(scaling, ratio):.0f} %" for ratio in (1.05, 1.1)]
+    assert f"where scaling still has {scaled[0]} and {scaled[1]} wrong" in text
+    readme, guide = (" ".join(page.read_text().split()) for page in (PAGES[-1], PAGES[1]))
+    assert f"repair has all of it, scaling {100 * (1 - found.mean_lost(scaling, 1.05)):.0f} %" in readme
+    path = {point["setting"]: decoded(point["lost"]).mean() for point in found.runs[repair][0]["curve"]}
+    between = f"{100 * path[30]:.0f} % at strength 30 and {100 * path[100]:.0f} % at strength 100"
+    assert f"at 1.02 times it has {100 * found.mean_lost(repair, 1.02):.0f} % wrong, by interpolation between" in text
+    assert between in text and path[1] == 1
+    back = found.runs[repair][0]["curve"][-1]["new"] / found.plain(0)
+    assert f"comes back between strengths 30 and 100, at {back:.2f} times the new loss" in guide
+    curve = found.runs[one][0]["curve"]
+    assert [point["step"] for point in curve if decoded(point["lost"]).mean() > 0] == [100]
+    assert curve[3]["new"] > curve[2]["new"] and "at step 100 of 300 everything was wrong" in text
+    assert f"at {curve[-1]['new'] / found.plain(0):.2f} times the new loss of plain training. On the way" in text

@@ -29,4 +29,7 @@ def path(bench: Bench, model: Any) -> Iterator[Go]:
         yield lambda density: change(lambda layer: trimmed(layer.update, density))
 
 
-METHOD = After("TIES", "nothing", path, settings=(0.9, 0.8, 0.6, 0.4, 0.2), default=0.2)  # the default of the paper
+DEFAULT = 0.2
+"""The density that the paper recommends."""
+
+METHOD = After("TIES", "nothing", path, settings=(0.9, 0.8, 0.6, 0.4, DEFAULT, 0.1, 0.05), default=DEFAULT)

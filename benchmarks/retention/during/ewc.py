@@ -18,7 +18,7 @@ def protect(bench: Bench, model: Any, optimizer: Any, value: float) -> AbstractC
 METHOD = During(
     "diagonal EWC",
     "old data or own samples, once",
-    candidates=(1.0, 10.0, 100.0, 1000.0),
+    candidates=(0.1, 1.0, 10.0, 100.0),
     chosen={"vision": 1.0},
     protect=protect,
     memory=True,

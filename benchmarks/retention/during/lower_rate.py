@@ -5,7 +5,7 @@ from retention.method import During
 METHOD = During(
     "lower learning rate",
     "nothing",
-    candidates=(0.5, 0.25, 0.1),
+    candidates=(0.75, 0.5, 0.25, 0.1),
     chosen={"vision": 0.5},
     rate=lambda pair, value: value * pair.rate,
 )
