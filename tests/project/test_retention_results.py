@@ -123,6 +123,9 @@ def test_what_the_page_says_about_the_skill() -> None:
     assert f"at 1.02 times it has {100 * found.mean_lost(repair, 1.02):.0f} % wrong, by interpolation between" in text
     assert between in text and path[1] == 1
     back = found.runs[repair][0]["curve"][-1]["new"] / found.plain(0)
+    ended = found.runs[report.Row("plain", "protect")][0]["curve"][-1]
+    assert decoded(ended["lost"]).mean() == 0
+    assert f"with nothing wrong at {ended['new'] / found.plain(0):.2f} times the new loss" in text
     assert f"comes back between strengths 30 and 100, at {back:.2f} times the new loss" in guide
     curve = found.runs[one][0]["curve"]
     assert [point["step"] for point in curve if decoded(point["lost"]).mean() > 0] == [100]
