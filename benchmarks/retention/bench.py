@@ -16,7 +16,7 @@ from limpet.protection.recorder import InputRecorder
 from retention.compare import RATIOS, decoded, encoded
 from retention.method import After, During
 from retention.pair import Pair
-from retention.training import Training
+from retention.training import DIAGONAL, Training
 
 FARTHEST = 1.02 * RATIOS[-1]
 """A path is followed until the new loss is this multiple of that of plain training."""
@@ -73,9 +73,9 @@ class Bench(Training):
         """A memory of the model before, made once."""
         return self._stored_memory("kronecker", model)
 
-    def diagonal_memory(self, model: Any, strength: float) -> Any:
-        """A memory with the diagonal Fisher alone, made once for every strength."""
-        return self._stored_memory(f"diagonal-{strength:g}", model, structure="diagonal", strength=strength)
+    def diagonal_memory(self, model: Any) -> Any:
+        """A memory with the diagonal Fisher alone, of strength 1, made once."""
+        return self._stored_memory("diagonal", model, **DIAGONAL)
 
     def _stored_memory(self, name: str, model: Any, **settings: Any) -> Any:
         path = Path(f"{self.memories}-{name}.safetensors")

@@ -49,8 +49,8 @@ class Bench(Protocol):
     def memory(self, model: Any) -> Any:
         """A memory of the model before, for this model."""
 
-    def diagonal_memory(self, model: Any, strength: float) -> Any:
-        """A memory with the diagonal Fisher alone."""
+    def diagonal_memory(self, model: Any) -> Any:
+        """A memory with the diagonal Fisher alone, of strength 1."""
 
     def repaired(self, model: Any, **options: Any) -> Repair:
         """`limpet.repair` with that memory and the inputs that `memory.protect` records."""

@@ -30,6 +30,7 @@ from retention.during import METHODS as DURING
 from retention.method import After, During
 from retention.pair import Pair
 from retention.report import PLAIN, Results, Row, needs
+from retention.training import DIAGONAL
 from sentences import MEASURED, PROBE, TASKS, texts, tokenized
 
 LANGUAGE = "language"
@@ -109,28 +110,46 @@ class Stage(Classification):
         assert self.memory_file is not None
         return limpet.load(self.memory_file, model)
 
-    def diagonal_memory(self, model: Any, strength: float) -> Any:
+    def diagonal_memory(self, model: Any) -> Any:
         return self.memory(model)
 
     def recorded(self) -> list[Any]:
         return self._batches
 
-    def learned(self, during: During, value: float, after: After | None) -> Any:
-        """The network after this task."""
+    def learned(self, during: During, value: float, stored: Path | None) -> tuple[Any, float]:
+        """Learn this task.
+
+        Args:
+            during: The method.
+            value: The value of its setting.
+            stored: A file for what is learned, to be used again.
+
+        Returns:
+            The network after it, and the CPU seconds.
+        """
         model = self.fresh(during, value)
-        recorder = InputRecorder(model)
-        if after is not None and after.memory:
+        if stored is None or not stored.exists():
+            begin, recorder = time.process_time(), InputRecorder(model)
             recorder.start()
-        self.fit(model, during, value)
-        recorder.stop()
-        model.eval()
-        if after is not None:
-            self._batches = recorder.batches
-            with after.path(self, model) as go:
-                go(after.settings[0])
-                moved = copy.deepcopy(model.state_dict())
-            model.load_state_dict(moved)
-        return model
+            self.fit(model, during, value)
+            recorder.stop()
+            self._batches, seconds = recorder.batches, time.process_time() - begin
+            if stored is not None:
+                with atomic_write(stored) as temporary:
+                    found = {"weights": model.state_dict(), "batches": self._batches, "seconds": seconds}
+                    torch.save(found, temporary)
+            return model.eval(), seconds
+        found = torch.load(stored, weights_only=True)
+        model.load_state_dict(found["weights"])
+        self._batches = found["batches"]
+        return model.eval(), found["seconds"]
+
+    def move(self, model: Any, method: After) -> None:
+        """Apply a method that acts after training."""
+        with method.path(self, model) as go:
+            go(method.settings[0])
+            moved = copy.deepcopy(model.state_dict())
+        model.load_state_dict(moved)
 
     def remember(self, model: Any, path: Path, **settings: Any) -> None:
         """Add this task to the memory of those before."""
@@ -154,7 +173,8 @@ class Sequence:
     """
 
     def __init__(self, options: argparse.Namespace, name: str, pair: Pair, seed: int) -> None:
-        self.source, self.work, self.name, self.seed = options.model, options.work, name, seed
+        self.source, self.name, self.seed = options.model, name, seed
+        self.work: Path = options.work
         self.tasks, self.rate = ORDERS[name], pair.rate
         tokenizer = transformers.AutoTokenizer.from_pretrained(self.source, truncation_side="left")
         found = texts(Path(options.texts["reviews"]), TRAINED + TESTED, seed)
@@ -163,7 +183,7 @@ class Sequence:
         self.test_batches = {task: tokenized(tokenizer, found[task][:TESTED]) for task in self.tasks}
 
     def stored(self, _: str) -> bool:
-        """Nothing is used again but the first task, which is trained if it is missing."""
+        """Only the tasks that `_stored` names are used again, and they are learned if they are missing."""
         return True
 
     def train(self, method: During, value: float) -> dict[str, Any]:
@@ -173,8 +193,7 @@ class Sequence:
             The record: after every task, for every task so far, a string with 1 for each right answer; and CPU seconds
             without those of the first task and of measuring.
         """
-        settings = {"structure": "diagonal", "strength": value} if method.memory else None
-        return {"value": value, **self._learn(method, value, None, settings)}
+        return {"value": value, **self._learn(method, value, None, DIAGONAL if method.memory else None)}
 
     def move(self, method: After, trained: str, _: float) -> dict[str, Any]:
         """Learn all tasks, with a method that acts after each of them.
@@ -192,9 +211,13 @@ class Sequence:
         for number, task in enumerate(self.tasks):
             stage = Stage(self, number, model.eval().requires_grad_(False), dict(heads))
             stage.memory_file = memory_file
-            begin = time.process_time()
-            model = stage.learned(during, value, after) if heads else self._first(stage)
-            seconds += time.process_time() - begin if heads else 0.0
+            acting = during if heads else DURING["plain"]
+            model, training = stage.learned(acting, value, self._stored(number, acting))
+            if heads:
+                begin = time.process_time()
+                if after is not None:
+                    stage.move(model, after)
+                seconds += training + time.process_time() - begin
             heads[task] = copy.deepcopy(model.classifier).requires_grad_(False)
             right.append([self._right(model, name, head) for name, head in heads.items()])
             if remembered is not None and number + 1 < len(self.tasks):
@@ -208,16 +231,11 @@ class Sequence:
         torch.manual_seed(self.seed)
         return transformers.AutoModelForSequenceClassification.from_pretrained(self.source, num_labels=2)
 
-    def _first(self, stage: Stage) -> Any:
-        """The network after the first task, which is trained once."""
-        path = self.work / f"first {self.tasks[0]} {self.seed}.pt"
-        if not path.exists():
-            learned = stage.learned(DURING["plain"], 0.0, None)
-            with atomic_write(path) as temporary:
-                torch.save(learned.state_dict(), temporary)
-        model = stage.copied()
-        model.load_state_dict(torch.load(path, weights_only=True))
-        return model.eval()
+    def _stored(self, number: int, during: During) -> Path | None:
+        """A file for a task that is learned the same way by all methods that act afterwards: the first two."""
+        if number > 1 or during.name != "plain":
+            return None
+        return self.work / f"plain {', '.join(self.tasks[: number + 1])} {self.seed}.pt"
 
     @torch.no_grad()
     def _right(self, model: Any, task: str, head: Any) -> str:

@@ -22,6 +22,9 @@ from retention.update import Layer
 KEPT = 0.05
 """Size of the pool for replay, relative to the number of new examples."""
 
+DIAGONAL = {"structure": "diagonal", "strength": 1.0, "prior_precision": 1e-3}
+"""Settings of a memory with the diagonal Fisher alone. The prior stays small at all strengths."""
+
 
 class Training(ABC):
     """The training on new examples, for a seed.
@@ -88,8 +91,8 @@ class Training(ABC):
         """A memory of the model before, for this model."""
 
     @abstractmethod
-    def diagonal_memory(self, model: Any, strength: float) -> Any:
-        """A memory with the diagonal Fisher alone."""
+    def diagonal_memory(self, model: Any) -> Any:
+        """A memory with the diagonal Fisher alone, of strength 1."""
 
     @abstractmethod
     def recorded(self) -> list[Any]:

@@ -1,4 +1,8 @@
-"""Elastic weight consolidation (Kirkpatrick et al. 2017): a diagonal Fisher, as a penalty in the gradients."""
+"""Elastic weight consolidation (Kirkpatrick et al. 2017): a diagonal Fisher, as a penalty in the gradients.
+
+The penalty is divided by the number of new examples, so with N / strength of them a memory of strength 1 serves for
+every strength.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,11 @@ from retention.method import Bench, During
 
 
 def protect(bench: Bench, model: Any, optimizer: Any, value: float) -> AbstractContextManager[Any]:
-    """Training with the penalty, whose Fisher is that of the model's own samples."""
-    memory = bench.diagonal_memory(model, value)
-    context: AbstractContextManager[Any] = memory.protect(optimizer, examples=bench.examples, mode="gradient")
+    """Training with the penalty at a strength."""
+    examples = round(bench.examples / value)
+    context: AbstractContextManager[Any] = bench.diagonal_memory(model).protect(
+        optimizer, examples=examples, mode="gradient"
+    )
     return context
 
 
