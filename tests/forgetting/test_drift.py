@@ -574,7 +574,7 @@ def test_a_head_is_stored_beside_frozen_parameters_that_are_most_of_the_model(tm
 
 @pytest.mark.parametrize("likelihood", ["categorical", "gaussian", "bernoulli"])
 def test_outputs_of_another_shape_are_not_compared(likelihood: str) -> None:
-    """Not even if they could be broadcast; under `protect` the model keeps its trained weights."""
+    """Not even if they could be broadcast; a training that ends with a repair says so before it begins."""
     torch.manual_seed(0)
     model, x = Encoder().double(), inputs()
     targets = {"categorical": torch.arange(50) % 3}.get(likelihood, torch.randint(0, 2, (50, 3)).double())
@@ -586,8 +586,9 @@ def test_outputs_of_another_shape_are_not_compared(likelihood: str) -> None:
         warnings.simplefilter("ignore", LimpetWarning)
         memory.drift()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with pytest.warns(LimpetWarning) as caught, memory.protect(optimizer, examples=50) as protection:
+    with pytest.raises(LimpetError, match="through the old one"), memory.protect(optimizer, examples=50):
+        raise AssertionError("the block must not be entered")
+    with memory.protect(optimizer, examples=50, mode="gradient") as protection:  # it is not protecting any more
         torch.autograd.backward(model(x).square().mean())
         optimizer.step()
-    assert any("keeps its trained weights: the outputs now" in str(one.message) for one in caught)
-    assert protection.repair is None
+    assert protection.steps == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -204,3 +205,20 @@ def test_protect_fits_it_at_the_end_of_training() -> None:
     assert all(torch.equal(tensor, head[name]) for name, tensor in model.head.state_dict().items())
     model.head.load_state_dict(trained)
     assert here < F.cross_entropy(model(x), y).item() - 0.01
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_new_head_that_the_memory_covers_is_warned_about(replace: bool) -> None:
+    torch.manual_seed(0)
+    model = Encoder().double()
+    fitted(model, task(1))
+    memory = limpet.OnlineLaplace(model, prior_mean="initial")
+    memory.consolidate(task(1), progress=False)
+    if replace:
+        model.head.reset_parameters()
+    fitted(model, task(2), steps=8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        limpet.repair(model, memory, task(2), strength=1.0, progress=False)
+    told = [str(one.message) for one in caught if "covers the output layer head" in str(one.message)]
+    assert len(told) == int(replace) and all("exclude=['head']" in one for one in told)

@@ -247,6 +247,19 @@ def test_distillation_is_read_with_its_copy_and_its_forward_set_again(tmp_path: 
         limpet.load(tmp_path / "memory.safetensors", nn.Linear(4, 3))
 
 
+def test_a_copy_made_before_adapters_were_added_is_read_back() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    memory = limpet.Distillation(model)
+    memory.consolidate()
+    state = memory.state_dict()
+    weight = model[0].weight.detach().clone()
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"]))
+    memory.load_state_dict(state)
+    assert torch.equal(memory._before.model[0].weight, weight)  # type: ignore[union-attr,index]
+    with pytest.raises(MemoryFileError, match="load the memory before adding adapters"):
+        limpet.Distillation(model).load_state_dict(state)
+
+
 def test_damaged_files_are_rejected_and_change_nothing(tmp_path: Path) -> None:
     import json
 

@@ -374,3 +374,80 @@ def test_our_passes_are_not_recorded_as_the_users() -> None:
             F.cross_entropy(model(x[step]), y[step]).backward()
             optimizer.step()
     assert repairing._penalty_step._recorder.seen == 3  # type: ignore[attr-defined]
+
+
+def test_what_is_not_finite_is_not_added_and_warned_about() -> None:
+    """Old rows may overflow in half precision where the loss of the new ones does not, which GradScaler cannot see."""
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.embedding(ids))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = Tokens()
+    model.embedding.weight.data[19] = 6e4
+    plain = copy.deepcopy(model)
+    memory = limpet.SelfRehearsal(model, forward=lambda model, batch: (model(batch), None))
+    memory.consolidate([torch.full((8, 8), 19)], held_out=0, progress=False)
+    for network in (model, plain):
+        network.head.weight.data.mul_(3.0)
+    ids = torch.randint(0, 18, (4, 8))
+
+    def train(network: nn.Module) -> None:
+        with torch.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(network(ids).flatten(0, 1), ids.flatten())
+        loss.backward()
+
+    optimizers = [torch.optim.AdamW(network.parameters(), lr=0.01) for network in (model, plain)]
+    with pytest.warns(LimpetWarning, match="inf or nan in 2 of 2 comparisons"), memory.protect(optimizers[0]) as held:
+        for _ in range(2):
+            for network, optimizer in zip((model, plain), optimizers, strict=True):
+                optimizer.zero_grad()
+                train(network)
+                optimizer.step()
+    assert same(model, plain, 1e-7) and "inf or nan" in str(held.summary())
+
+
+def test_an_error_while_drift_is_measured_ends_the_protection() -> None:
+    model, x, y = problem()
+    memory = limpet.Distillation(model)
+    memory.consolidate([(x[0], None)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match="if the model has a new head"), memory.protect(optimizer):
+        F.cross_entropy(model(x[0]), y[0]).backward()
+        optimizer.step()
+        model[2] = nn.Linear(8, 4).double()
+    assert memory.state_dict()["metadata"] and memory._protection is None
+    memory.protect(torch.optim.SGD(model.parameters(), lr=0.1))  # it can begin again
+
+
+def test_the_copy_follows_the_dtype_of_the_model() -> None:
+    model, x, y = problem()
+    memory = limpet.Distillation(model)
+    memory.consolidate()
+    model.to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memory.protect(optimizer) as protection:
+        F.cross_entropy(model(x[0].bfloat16()).float(), y[0]).backward()
+        optimizer.step()
+    assert protection.penalised == 1 and abs(protection.summary().divergence or 0.0) < 1e-3
+
+
+def test_a_compiled_forward_does_not_make_the_copy_train() -> None:
+    model, x, y = problem()
+    before = copy.deepcopy(model)
+    model.forward = torch.compile(model.forward, backend="eager")  # type: ignore[method-assign]
+    memory = limpet.Distillation(model, weight=0.1)
+    memory.consolidate()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with memory.protect(optimizer) as protection:
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[0]), y[0]).backward()
+            last = kl(before, model, x[0]).detach()
+            optimizer.step()
+    assert protection.summary().divergence == pytest.approx(float(last), rel=1e-6) and last > 1e-3

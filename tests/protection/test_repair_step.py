@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import limpet
-from limpet.errors import LimpetWarning, UnsupportedError
+from limpet.errors import LimpetError, LimpetWarning, UnsupportedError
 from limpet.protection.recorder import InputRecorder
 
 N = 120
@@ -247,3 +247,117 @@ def test_large_batches_are_cut_and_copied() -> None:
     recorder.stop()
     x += 1
     assert recorder.batches[0][0].shape == (16, 2) and not recorder.batches[0][0].any()
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.inner(self.norm(x)).relu()
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:limpet. the drift may be")
+@pytest.mark.filterwarnings("ignore:limpet. the memory covers the output layer")
+def test_frozen_weights_in_the_optimizer_do_not_hide_that_the_others_moved() -> None:
+    """A few weights are watched, the largest and some smaller ones; training may leave just these where they were."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Residual() for _ in range(6)], nn.Linear(6, 3))
+    memory = limpet.OnlineLaplace(model, strength="auto", prior_mean="initial")
+    memory.consolidate([task(1)], progress=False, probe=60)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("6"))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    with memory.protect(optimizer, examples=N) as protection:
+        train(model, optimizer, *task(2), epochs=20)
+        drifted = memory.drift()
+    assert protection.repair is not None and protection.repair.blocks == ["6"]
+    assert memory.drift() < drifted / 2
+
+
+class Conditional(nn.Module):
+    """Takes an input, as a mapping or not, and perhaps the class to generate, which is named as targets are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.classes, self.head = nn.Linear(6, 8), nn.Embedding(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
+        hidden = self.inner(x["x"] if isinstance(x, dict) else x)
+        out: Tensor = self.head((hidden if y is None else hidden + self.classes(y)).tanh())
+        return out
+
+
+def as_mapping(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    return model({"x": x})
+
+
+def in_two_ways(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    return model(x) if int(y[0]) else model(x, y + 2)
+
+
+def with_a_class(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    return model(x=x, y=y + 2)
+
+
+def under_autocast(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(x.bfloat16()).float()
+
+
+@pytest.mark.parametrize("called", [as_mapping, in_two_ways, with_a_class, under_autocast])
+def test_inputs_are_recorded_as_the_model_was_called(called: Any) -> None:
+    torch.manual_seed(0)
+    model, (x, y) = Conditional(), task(2)
+    memory = limpet.OnlineLaplace(model, strength="auto", prior_mean="initial")
+    memory.consolidate([task(1)], progress=False, probe=60)
+    trained, by_hand = model, copy.deepcopy(model)
+    second = limpet.OnlineLaplace(by_hand, strength="auto", prior_mean="initial")
+    second.consolidate([task(1)], progress=False, probe=60)
+    for network in (trained, by_hand):
+        optimizer = torch.optim.Adam(network.parameters(), lr=0.02)
+        given: Any = memory.protect(optimizer, examples=N, repair={"strength": 1.0}) if network is trained else None
+        with given or torch.enable_grad():
+            for rows in torch.arange(N).split(30):
+                optimizer.zero_grad()
+                F.cross_entropy(called(network, x[rows], y[rows]), y[rows]).backward()
+                optimizer.step()
+    batches = [(x[rows], y[rows]) for rows in torch.arange(N).split(30)]
+    limpet.repair(
+        by_hand, second, batches, strength=1.0, examples=N, progress=False,
+        forward=lambda model, batch: (called(model, *batch), None),
+    )  # fmt: skip
+    tolerance = 2e-2 if called is under_autocast else 1e-5  # the pass by hand runs in half precision
+    assert torch.allclose(flat(trained), flat(by_hand), atol=tolerance)
+
+
+def test_any_error_of_the_repair_is_a_warning_once_the_model_is_trained() -> None:
+    model, memory, x, y = learned()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    batches = [{"unknown": x, "labels": y}]
+    with (
+        pytest.warns(LimpetWarning, match="keeps its trained weights: TypeError"),
+        memory.protect(optimizer, examples=N, batches=batches) as protection,
+    ):
+        train(model, optimizer, x, y)
+        left = flat(model)
+    assert torch.equal(flat(model), left) and protection.repair is None and protection.summary().warnings
+
+
+def test_a_probe_that_cannot_be_run_is_told_before_training() -> None:
+    model = TwoInputs()
+    x, y = task(1)
+    shifted = lambda model, batch: (model(batch[0], shift=batch[1]), batch[2])  # noqa: E731
+    memory = limpet.OnlineLaplace(model, strength="auto", prior_mean="initial")
+    memory.consolidate([(x, torch.ones_like(x), y)], forward=shifted, progress=False, probe=60)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    with pytest.raises(LimpetError, match=r"repair=\{'probe_forward': \.\.\.\}"), memory.protect(optimizer, examples=N):
+        raise AssertionError("the block must not be entered")
+    with memory.protect(optimizer, examples=N, repair={"probe_forward": shifted}) as protection:
+        for _ in range(10):
+            optimizer.zero_grad()
+            F.cross_entropy(model(-x, shift=torch.ones_like(x)), y).backward()
+            optimizer.step()
+    assert protection.repair is not None

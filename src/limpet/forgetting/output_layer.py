@@ -12,6 +12,7 @@ which have heads of their own. The ridge minimizes the leave-one-out error, whic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,11 +20,20 @@ import torch
 from torch import Tensor, nn
 
 from limpet.distributed import current
+from limpet.errors import LimpetWarning, warn
 from limpet.forgetting.probe import Probe
 from limpet.model import Forward, call, full_precision, named_parameters, prepared, preserve_state
 
 RIDGES = tuple(10.0**exponent for exponent in range(-7, 4))
 """Candidates for the ridge, in units of the mean, over features, of the sum of squares of a centered feature."""
+
+
+SAME = 0.5
+"""Cosine of a layer with what it was before, below which it is taken for another layer."""
+
+
+UNMOVED = 0.9
+"""Cosine of all other weights with what they were before, above which a fine-tune has not trained them anew."""
 
 
 class OutputLayer:
@@ -119,6 +129,56 @@ def new_output_layer(
         if len(found) == 1 and isinstance(outputs, Tensor) and outputs.dim() == 2 and _same(outputs, found[0][1]):
             return OutputLayer(model, name, batches, forward)
     return None
+
+
+def warn_of_covered_head(
+    model: nn.Module, means: Mapping[str, Tensor], batches: Sequence[Any], forward: Forward | None
+) -> None:
+    """Warn if the layer that computes the outputs is another one than the memory's, which a repair would pull it to.
+
+    It is taken for another one if it is unlike the memory's, and all other weights are much as they were.
+
+    Args:
+        model: The model, at its tuned weights.
+        means: The weights in the memory, by name.
+        batches: The new data.
+        forward: As for `memory.consolidate`.
+    """
+    weights = {name: p for name, p in named_parameters(model).items() if name in means and p.shape == means[name].shape}
+    products = {name: _products(weight, means[name]) for name, weight in weights.items()}
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name and _cosine([products.get(f"{name}.weight")]) < SAME
+    }
+    if not layers or not batches:
+        return
+    (outputs,), calls = _recorded(model, layers, batches[:1], forward)
+    for name, found in calls.items():
+        others = [one for other, one in products.items() if not other.startswith(f"{name}.")]
+        is_last = len(found) == 1 and isinstance(outputs, Tensor) and _same(outputs, found[0][1])
+        if is_last and others and _cosine(others) > UNMOVED:
+            warn(
+                f"the memory covers the output layer {name}, whose weights are now unlike those in the memory: if it "
+                "is a new head, the repair pulls it towards the old one; make the memory with "
+                f"exclude=[{name!r}], so that the new one is fitted again instead",
+                LimpetWarning,
+            )
+
+
+@torch.no_grad()
+def _products(one: Tensor, other: Tensor) -> tuple[float, float, float]:
+    """Inner products of two tensors: of both, and of each with itself."""
+    one, other = one.flatten().float(), other.flatten().to(one.device, torch.float32)
+    return float(one @ other), float(one @ one), float(other @ other)
+
+
+def _cosine(products: Sequence[tuple[float, float, float] | None]) -> float:
+    """The cosine of several pairs of tensors together; 1 if it is not known, or all are zero."""
+    if None in products:
+        return 1.0
+    both, now, before = (sum(column) for column in zip(*products, strict=True))
+    return both / math.sqrt(now * before) if now * before else 1.0
 
 
 def ridge_regression(

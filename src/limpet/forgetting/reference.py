@@ -11,7 +11,6 @@ Three kinds of reference:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from limpet.likelihoods import Likelihood
 from limpet.model import Forward, call, preserve_state
 from limpet.model.adapter_switch import adapters_change_nothing, adapters_off, only_adapters_train
 from limpet.model.batch import without_padding
+from limpet.model.copied import independent_copy
 from limpet.model.quantized import not_repacked
 
 REFERENCES = ("auto", "stored", "adapters", "copy")
@@ -81,7 +81,7 @@ class FrozenCopy:
 
     def __init__(self, model: nn.Module) -> None:
         try:
-            self.model = copy.deepcopy(model)
+            self.model = independent_copy(model)
         except (RuntimeError, TypeError) as error:
             raise UnsupportedError(
                 f"the model cannot be copied ({error}): train adapters alone, and pass reference='adapters'"
@@ -91,6 +91,18 @@ class FrozenCopy:
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
             parameter.grad = None
+
+    def follow(self, model: nn.Module) -> None:
+        """Move the copy to the device and the dtype of the model, which may have been moved since.
+
+        Args:
+            model: The model.
+        """
+        now, own = next(model.parameters()), next(self.model.parameters())
+        if now.device != own.device:
+            self.model.to(now.device)
+        if now.dtype != own.dtype and now.is_floating_point():
+            self.model.to(now.dtype)
 
     def outputs(self, batch: Any, forward: Forward | None) -> tuple[Any, Any]:
         """Compute the outputs before, and the targets if the batch has any.

@@ -69,6 +69,7 @@ class Distillation(OutputMemory):
         forward: Forward | None = None,
     ) -> None:
         super().__init__(model, likelihood=likelihood, weight=weight, reference=reference, forward=forward)
+        self._are_inputs: dict[str, bool] = {}  # of arguments that are named like targets
 
     def consolidate(self, batches: Iterable[Any] | None = None, *, probe: int | None = None) -> None:
         """Take the model as it is now for the model before. Call it before training.
@@ -80,8 +81,11 @@ class Distillation(OutputMemory):
         Raises:
             LimpetError: If called inside `with memory.protect(...)`.
             UnsupportedError: If the reference is not possible, or inputs cannot be stored.
+            ValueError: If `probe` is given without batches.
         """
         self._reject_inside_protect()
+        if batches is None and probe is not None:
+            raise ValueError("probe= needs batches to take the inputs from: pass batches, or leave it out")
         probes: tuple[Probe, ...] = () if batches is None else (self._probe(batches, probe),)
         self._set_reference()
         self.probes = probes
@@ -103,16 +107,13 @@ class Distillation(OutputMemory):
     def compared(self, step: int, inputs: Sequence[Any]) -> Iterator[Compared]:
         """Yield the inputs of the step with the outputs before."""
         from limpet.forgetting.probe import without_targets
-        from limpet.forgetting.reference import summary_before
         from limpet.model import prepared
         from limpet.protection.output_protection import Compared
-        from limpet.protection.recorder import called_as_recorded
+        from limpet.protection.recorder import as_called, called_as_recorded, is_call
 
-        assert self._before is not None
         device = next(self.model.parameters()).device
-        for given in inputs:
-            generic = isinstance(given, dict) and set(given) == {"args", "kwargs"}
-            forward = self.forward or (called_as_recorded if generic else None)
+        for batch in inputs:
+            given = batch if self.forward is not None else as_called(self.model, batch, self._are_inputs)
+            forward = self.forward or (called_as_recorded if is_call(given) else None)
             batch = prepared(given if forward is not None else without_targets(self.model, given), device)
-            summary = summary_before(self._before, batch, self.likelihood, forward)
-            yield Compared(batch, summary, forward)
+            yield Compared(batch, self._summary_before(batch, forward), forward)

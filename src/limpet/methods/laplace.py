@@ -29,7 +29,7 @@ from limpet.methods.private import (
 )
 from limpet.methods.probed_memory import probe_rows
 from limpet.methods.rank_target import rank_within
-from limpet.methods.repair_pass import RepairOptions, repaired
+from limpet.methods.repair_pass import RepairOptions, check_drift, repaired
 from limpet.methods.task_update import TaskUpdate
 from limpet.model import Forward, counted_examples
 from limpet.posterior.sharding import fisher_pass
@@ -325,13 +325,19 @@ class Laplace(TaskUpdate):
             chosen["budget"] = budget
         elif not {"strength", "tolerance", "budget"} & chosen.keys():
             chosen |= {"tolerance": "auto", "budget": "auto" if self.probes else None}
+        from limpet.protection.repair_step import Repairer
+
         RepairOptions(**chosen)  # raises now, rather than after training
 
         def run(batches: Iterable[Any], forward: Forward | None) -> Repair:
             self.posterior.follow_devices()
             return repaired(self, batches, RepairOptions(**{"forward": forward, **chosen}))
 
-        return run
+        def check() -> None:
+            if chosen.get("budget") is not None:
+                check_drift(self, chosen.get("probe_forward"))
+
+        return Repairer(run, check)
 
     def _perturbation(
         self, batches: Iterable[Any], examples: int | None, limit: int | None, forward: Forward | None

@@ -232,6 +232,15 @@ class OutputMemory(ABC):
             before = AdaptersOff(self.model) if kind == "adapters" else FrozenCopy(self.model)
         self._kind, self._before = kind, before
 
+    def _summary_before(self, batch: Any, forward: Forward | None) -> dict[str, Tensor]:
+        """Compute the summary of the outputs before, on a batch that is on the device of the model."""
+        from limpet.forgetting.reference import FrozenCopy, summary_before
+
+        assert self._before is not None
+        if isinstance(self._before, FrozenCopy):
+            self._before.follow(self.model)
+        return summary_before(self._before, batch, self.likelihood, forward)
+
     def _recorded(self, batches: Sequence[Any], seed: int) -> Probe:
         """Record the current outputs on batches."""
         from limpet.forgetting.probe import Probe
@@ -338,8 +347,15 @@ class OutputMemory(ABC):
             return AdaptersOff(self.model)
         if kind != "copy":
             return None
-        before = FrozenCopy(self.model)
-        before.model.load_state_dict(own)
+        earlier = self._before  # made before the model got adapters or another head, if it did
+        before = FrozenCopy(earlier.model if isinstance(earlier, FrozenCopy) else self.model)
+        try:
+            before.model.load_state_dict(own)
+        except RuntimeError as error:
+            raise MemoryFileError(
+                f"the copy of the model before does not fit the model ({error}): load the memory before adding "
+                "adapters or replacing the head"
+            ) from error
         return before
 
     def save(self, path: str | Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -15,9 +15,9 @@ from limpet.curvature import Fisher
 from limpet.distributed import ReplicatedBatches, current, together
 from limpet.errors import CurvatureError, LimpetError, finite_number, positive_whole
 from limpet.forgetting.displacement import displacements
-from limpet.forgetting.drift import Drift, information
+from limpet.forgetting.drift import Drift, information, measured_drift
 from limpet.forgetting.loss_probe import LossProbe
-from limpet.forgetting.output_layer import OutputLayer, new_output_layer
+from limpet.forgetting.output_layer import OutputLayer, new_output_layer, warn_of_covered_head
 from limpet.forgetting.probe import Probe
 from limpet.forgetting.repair import Measures, Repair, RepairMark
 from limpet.forgetting.repair_paths import solve
@@ -152,6 +152,25 @@ def default_budget(memory: Repairable) -> float:
     return min(DRIFT, max(LEAST_DRIFT, DRIFT_SHARE * probe_information(memory)))
 
 
+def check_drift(memory: Repairable, forward: Forward | None) -> None:
+    """Raise if drift cannot be measured, before a training that ends with a repair within a budget.
+
+    Args:
+        memory: A memory with a probe.
+        forward: The forward function that the probe was recorded with.
+    """
+    probe = memory.probes[0]
+    first = replace(probe, batches=probe.batches[:1], summaries=probe.summaries[:1])
+    try:
+        measured_drift(memory.model, [first], memory.likelihood, forward)
+    except Exception as error:
+        raise LimpetError(
+            f"drift cannot be measured on the memory's probe ({type(error).__name__}: {error}), so the model could not "
+            "be repaired after training: pass the forward function that the probe was recorded with, "
+            "memory.protect(..., repair={'probe_forward': ...})"
+        ) from error
+
+
 def probe_information(memory: Repairable) -> float:
     """Compute what the outputs of the probes say about their inputs, over the examples of all ranks.
 
@@ -230,6 +249,9 @@ def _output_layer(memory: Repairable, fisher: Fisher, options: RepairOptions) ->
     rows = fisher.first.take(MOST_REFITTED // (1 if ranks is None else ranks.size))
     if ranks is not None and not all(ranks.gather(bool(rows))):
         return None
+    held = [one for one in memory.posterior.held.values() if one.tasks]
+    means = {name: mean for one in held for name, mean in one.block.scatter(one.mean).items()}
+    warn_of_covered_head(memory.model, means, rows, options.forward)
     covered = {name for held in memory.posterior.held.values() for name in held.block.parameters}
     return new_output_layer(memory.model, memory.probes, covered, rows, options.forward)
 

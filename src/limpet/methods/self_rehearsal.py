@@ -169,7 +169,6 @@ class SelfRehearsal(OutputMemory):
     def compared(self, step: int, inputs: Sequence[Any]) -> Iterator[Compared]:
         """Yield the rows to rehearse in a step, other ones on every rank."""
         from limpet.distributed import rank_and_size
-        from limpet.forgetting.reference import summary_before
         from limpet.model import prepared
         from limpet.protection.output_protection import Compared
 
@@ -184,7 +183,7 @@ class SelfRehearsal(OutputMemory):
         summary = self.rehearsed.summaries[number]
         if self._before is not None:
             kept = {name: tensor for name, tensor in summary.items() if name == "counted"}
-            summary = summary_before(self._before, batch, self.likelihood, self.forward) | kept
+            summary = self._summary_before(batch, self.forward) | kept
         yield Compared(batch, summary, self.forward)
 
     def _all_probes(self) -> tuple[Probe, ...]:

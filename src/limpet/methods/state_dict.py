@@ -176,7 +176,7 @@ def _compare(entries: Sequence[Mapping[str, Any]], posterior: Posterior) -> None
     if parts:
         raise MemoryFileError(
             f"the memory was made for another model: {'; '.join(parts)}. Load it into a model with the original "
-            "architecture"
+            "architecture; if the model has a new head, make the memory without the old one, with exclude=[its name]"
         )
 
 

@@ -37,6 +37,11 @@ NOT_CALLED = (
     "there were no inputs to compare outputs on and nothing was protected: call the model itself rather than its parts"
 )
 
+OVERFLOW = (
+    "the divergence from the outputs before, or its gradient, contained inf or nan in {overflows} of {compared} "
+    "comparisons; nothing was added in these steps: train under torch.autocast in bfloat16, or in float32"
+)
+
 
 @dataclass(frozen=True)
 class Compared:
@@ -182,6 +187,7 @@ class OutputProtection:
         self._hooks: StepHooks | None = None
         self._watch = WeightWatch([])
         self._applied = False  # whether outputs were compared in this step
+        self._overflows: Tensor | int = 0  # comparisons that were not finite
         self._divergence: Tensor | None = None
         self._drift: float | None = None
         self._warnings: tuple[str, ...] = ()
@@ -198,7 +204,7 @@ class OutputProtection:
             )
         self._on_enter(self)
         self._watch = WeightWatch(trained)
-        self.steps = self.penalised = self.skipped = 0
+        self.steps = self.penalised = self.skipped = self._overflows = 0
         self._inputs.keep = self._due
         self._inputs.start()
         self._hooks = StepHooks(
@@ -218,18 +224,22 @@ class OutputProtection:
         self._inputs.clear()
         self._added.restore()
         finished = exception[0] is None
-        if finished:
-            self._finish()
-        self._on_exit(finished)
+        try:
+            if finished:
+                self._finish()
+        finally:
+            self._on_exit(finished)
 
     def _finish(self) -> None:
         """Measure the drift, and check that the protection was effective."""
         self._drift = self._measured()
-        cause = None
+        cause, overflows = None, int(self._overflows)
         if not self.steps:
             cause = not_protected(self.optimizer, self._watch, 0, 0)
         elif not self.penalised:
             cause = NOT_CALLED.format(steps=self.steps)
+        elif overflows:
+            cause = OVERFLOW.format(overflows=overflows, compared=self.penalised)
         if cause is not None:
             self._warnings = (cause,)
             warn(cause, LimpetWarning)
@@ -276,8 +286,13 @@ class OutputProtection:
             return
         scale = getattr(self.optimizer, "grad_scale", None)  # a fused optimizer divides by it inside the step
         with torch.no_grad(), full_precision():
+            gradients = [None if g is None else g.to_dense() for g in gradients]
+            finite = _all_finite([total, *(g for g in gradients if g is not None)])
+            self._overflows = self._overflows + (~finite).long()
             for (parameter, group), gradient in zip(trained, gradients, strict=True):
                 if gradient is not None:
+                    # without waiting for the device; GradScaler looks at the gradients of the loss alone
+                    gradient = torch.where(finite.to(gradient.device), gradient, 0)
                     weight = self.weight * self.every / counted
                     signed = -weight if group.get("maximize") else weight
                     self._added.add(parameter, gradient, weight=signed, scale=scale, create=True)
@@ -345,6 +360,12 @@ class OutputProtection:
             ):
                 stack.enter_context(context)
             yield
+
+
+def _all_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Whether all numbers are finite, without waiting for the device."""
+    found = [torch.isfinite(tensor).all() for tensor in tensors]
+    return torch.stack([one.to(found[0].device) for one in found]).all()
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

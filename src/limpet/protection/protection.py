@@ -34,10 +34,12 @@ from torch import Tensor
 from limpet.distributed import current, is_sharded, together
 from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, warn
 from limpet.forgetting.budget import Budget
+from limpet.forgetting.displacement import displacements
 from limpet.forgetting.forecast import Forecast
 from limpet.forgetting.repair import Repair
 from limpet.model import full_precision
 from limpet.posterior import Posterior
+from limpet.posterior.whole_parameters import whole_parameters
 from limpet.protection.added_gradients import loss_gradient
 from limpet.protection.binding import Binding, bind, parameter_groups
 from limpet.protection.bound_block import ProximalState
@@ -185,6 +187,8 @@ class Protection:
         try:
             with self._on_all_ranks("on entry"):
                 self._bind()
+                if isinstance(self._penalty_step, RepairStep):
+                    self._penalty_step.check()
                 self._warn_of_rounding()
                 self._forecasts = (float(self._forecast()), None)
         except BaseException:
@@ -268,10 +272,21 @@ class Protection:
 
     def _repair(self, step: RepairStep) -> None:
         """Repair the model, unless training has not moved it."""
-        if self.posterior.on_any_rank(self._watch.moved()):
+        if self._moved():
             step.run()
         self._forecasts = self._forecasts[0], self._forecast()
         self._warnings = () if step.failure is None else (step.failure,)
+
+    def _moved(self) -> bool:
+        """Whether weights that the memory covers have moved, on any rank."""
+        if self.posterior.on_any_rank(self._watch.moved()):
+            return True
+        if not self.steps:
+            return False
+        # the watch looks at a few weights, which training may have left where they were
+        known = {name: held for name, held in self.posterior.held.items() if held.tasks}
+        found = displacements(whole_parameters(self.posterior), known)
+        return self.posterior.on_any_rank(next(found, None) is not None)
 
     def _finish(self) -> None:
         """Complete what the last steps left open, and check that the protection was effective."""

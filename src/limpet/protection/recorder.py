@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from limpet.model import part
-from limpet.model.batch import batch_size, plain_batch, result_field
-from limpet.model.context import AutocastState, autocast_state
+from limpet.model.batch import batch_size, call, plain_batch, prepared, result_field, target_key
+from limpet.model.context import AutocastState, autocast_state, preserve_state
 
 ROWS = 256
 """Number of examples (whole sequences) that are recorded, about."""
@@ -47,8 +47,8 @@ class InputRecorder:
         seed: Seed of the sample. The global random state is not used.
 
     Attributes:
-        batches: The sample. Each batch is a pair `(inputs, None)`, a dictionary of keyword arguments, or, for models
-            that take several positional arguments, a dictionary `{"args": ..., "kwargs": ...}` for `forward`.
+        batches: The sample. Each batch is a pair `(inputs, None)`, a dictionary of keyword arguments, or, for all other
+            calls, a dictionary `{"args": ..., "kwargs": ...}` for `forward`.
         seen: Number of batches that the model was called on.
     """
 
@@ -56,6 +56,7 @@ class InputRecorder:
         self.model, self.rows = model, rows
         self.batches: list[Any] = []
         self.seen = 0
+        self._are_inputs: dict[str, bool] = {}  # what `as_called` has found out
         self._generator = torch.Generator().manual_seed(seed)
         self._handle: Any = None
 
@@ -94,7 +95,7 @@ class InputRecorder:
         batch = self._batch(args, {key: value for key, value in kwargs.items() if key not in NOT_INPUTS})
         size = batch_size(batch)
         some = part(batch, slice(0, self.rows)) if size and size > self.rows else plain_batch(batch)
-        return tree_map(lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, some)
+        return tree_map(lambda leaf: _on_cpu(leaf) if isinstance(leaf, Tensor) else leaf, some)
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and hasattr(self.model, "config"):  # a model of transformers, whose arguments have known names
@@ -108,26 +109,85 @@ class InputRecorder:
             return args[0], None
         return {"args": args, "kwargs": kwargs}
 
+    def keep_inputs(self) -> None:
+        """Give batches that the default would call the model on in another way the form of a call."""
+        self.batches = [as_called(self.model, batch, self._are_inputs) for batch in self.batches]
+
     @property
     def forward(self) -> Any:
         """The `forward` function for the sample: None where the default works."""
-        generic = any(isinstance(batch, dict) and set(batch) == {"args", "kwargs"} for batch in self.batches)
-        return called_as_recorded if generic else None
+        return called_as_recorded if any(map(is_call, self.batches)) else None
+
+
+def is_call(batch: Any) -> bool:
+    """Whether a batch has the form `{"args": ..., "kwargs": ...}`."""
+    return isinstance(batch, dict) and set(batch) == {"args", "kwargs"}
 
 
 def called_as_recorded(model: nn.Module, batch: Any) -> Any:
-    """Call a model with recorded arguments: a `forward` for `{"args": ..., "kwargs": ...}`.
+    """Call a model as it was called: a `forward` for `{"args": ..., "kwargs": ...}`, and for all other batches.
 
     Args:
         model: The model.
         batch: The arguments.
 
     Returns:
-        Outputs, and None for the targets.
+        Outputs and targets; None for the targets of a call.
     """
-    result = model(*batch["args"], **batch["kwargs"])
+    if not is_call(batch):
+        return call(model, batch, None)
+    return _output(model(*batch["args"], **batch["kwargs"])), None
+
+
+def as_called(model: nn.Module, batch: Any, known: dict[str, bool]) -> Any:
+    """Return a recorded batch in a form that the model is called on in the same way again.
+
+    A mapping as the only positional argument is not taken for keyword arguments. An argument that is named like targets
+    may be an input, such as the class to generate, `y`: whether the outputs depend on it is found out by running the
+    model without it. Models of transformers have targets of these names.
+
+    Args:
+        model: The model.
+        batch: The batch.
+        known: What was found out for which name; it is added to.
+
+    Returns:
+        The batch, or `{"args": ..., "kwargs": ...}`.
+    """
+    if isinstance(batch, tuple) and isinstance(batch[0], Mapping):
+        return {"args": batch[:1], "kwargs": {}}
+    if not isinstance(batch, Mapping) or is_call(batch) or hasattr(model, "config"):
+        return batch
+    name = target_key(batch)
+    if name is None:
+        return batch
+    if name not in known:
+        known[name] = _changes_outputs(model, prepared(batch, next(model.parameters()).device), name)
+    return {"args": (), "kwargs": batch} if known[name] else batch
+
+
+def _changes_outputs(model: nn.Module, batch: Mapping[str, Any], name: str) -> bool:
+    """Whether the outputs depend on an argument."""
+    with recording_paused(), preserve_state(model), torch.no_grad():
+        found = _output(model(**batch))
+        try:
+            without = _output(model(**{key: value for key, value in batch.items() if key != name}))
+        except TypeError:  # it is required
+            return isinstance(found, Tensor) and found.dim() > 0
+    both = isinstance(found, Tensor) and isinstance(without, Tensor) and found.shape == without.shape
+    return both and not torch.equal(found, without)
+
+
+def _output(result: Any) -> Any:
     logits = result_field(result, "logits")
-    return (result if logits is None else logits), None
+    return result if logits is None else logits
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the CPU, under autocast in the precision of the weights, which it may be used without later."""
+    half = tensor.is_floating_point() and tensor.itemsize < 4
+    dtype = torch.float32 if half and torch.is_autocast_enabled(tensor.device.type) else tensor.dtype
+    return tensor.detach().to("cpu", dtype, copy=True)
 
 
 class StepInputs(InputRecorder):

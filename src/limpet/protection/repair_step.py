@@ -8,6 +8,7 @@ that was not optimized against the memory does not (docs/decisions/0021).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,8 +19,19 @@ from limpet.model import Forward
 from limpet.protection.penalty_step import PenaltyStep
 from limpet.protection.recorder import InputRecorder
 
-Repairer = Callable[[Iterable[Any], Forward | None], Repair]
-"""Repairs the model with new data, given as batches and the `forward` function that they need."""
+
+@dataclass(frozen=True)
+class Repairer:
+    """Repairs the model of a memory.
+
+    Attributes:
+        run: Repairs the model with new data, given as batches and the `forward` function that they need.
+        check: Raises if the repair will not be possible, before the model is trained.
+    """
+
+    run: Callable[[Iterable[Any], Forward | None], Repair]
+    check: Callable[[], None]
+
 
 NOT_RECORDED = (
     "the model was trained, but its forward method was never called with gradients enabled, so no inputs were recorded "
@@ -49,6 +61,10 @@ class RepairStep(PenaltyStep):
         self._repairer, self._batches = repairer, batches
         self._recorder = InputRecorder(self.posterior.model) if batches is None else None
 
+    def check(self) -> None:
+        """Raise if the repair will not be possible."""
+        self._repairer.check()
+
     def start(self) -> None:
         """Start recording."""
         if self._recorder is not None:
@@ -76,8 +92,9 @@ class RepairStep(PenaltyStep):
         """Repair the model. If that is not possible, warn and leave the model as trained."""
         try:
             self.repair = self._repaired()
-        except LimpetError as error:
-            self.failure = f"the model was not repaired and keeps its trained weights: {error}"
+        except Exception as error:  # the training has ended, and what the user does with its result must still run
+            what = str(error) if isinstance(error, LimpetError) else f"{type(error).__name__}: {error}"
+            self.failure = f"the model was not repaired and keeps its trained weights: {what}"
             warn(self.failure, LimpetWarning)
         else:
             logger.info("repaired at strength %.3g", self.repair.strength)
@@ -85,7 +102,8 @@ class RepairStep(PenaltyStep):
     def _repaired(self) -> Repair:
         if self._recorder is None:
             assert self._batches is not None
-            return self._repairer(self._batches, None)
+            return self._repairer.run(self._batches, None)
         if not self._recorder.batches:
             raise LimpetError(NOT_RECORDED)
-        return self._repairer(self._recorder, self._recorder.forward)
+        self._recorder.keep_inputs()
+        return self._repairer.run(self._recorder, self._recorder.forward)
