@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--text", nargs="+", default=[], metavar="NAME=FILE", help=".txt, .html or .csv")
     parser.add_argument("--pairs", nargs="+", default=["german"], help="what is learned, by default German")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", help="by default 0 1 2, and 10 for the development pair")
     parser.add_argument("--methods", nargs="+", choices=[*DURING, *AFTER], default=[*DURING, *AFTER])
     parser.add_argument("--work", type=Path, default=Path("retention"), help="where models and memories are kept")
     parser.add_argument("--out", type=Path, help="by default SUITE.jsonl in results/retention")
@@ -66,6 +66,8 @@ def main() -> None:
         parser.error(f"--pairs {unknown[0]!r}: this suite has {', '.join(map(repr, suite.pairs))}")
     if any("=" not in one for one in options.text):
         parser.error("--text has the form NAME=FILE, for example german=text.html")
+    if runs.DEVELOPMENT in options.pairs and set(options.seeds or ()) & set(runs.SEEDS):
+        parser.error(f"the development pair needs other seeds than those that are compared, {runs.SEEDS}")
     options.texts = dict(one.split("=", 1) for one in options.text)
     options.out = options.out or common.RESULTS / "retention" / f"{options.suite}.jsonl"
     if not options.draw:

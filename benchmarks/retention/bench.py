@@ -93,7 +93,7 @@ class Bench(Training):
 
     def stored(self, name: str) -> bool:
         """Whether what a method has trained is still there."""
-        return any(self.work.glob(f"{self.path(name).name}*"))
+        return any(self.path(f"{name}{ending}").exists() for ending in ("", ".weights.pt"))
 
     def path(self, name: str) -> Path:
         """Where what a method has trained is stored."""
@@ -128,10 +128,10 @@ class Bench(Training):
         recorder.stop()
         seconds = time.process_time() - begin - paused - self.prepared
         curve[-1]["others"] = self.others(model)
-        if method.wrapped is None:
-            self.save(model, method.name)
         if plain:
             torch.save(recorder.batches, self.path("plain.pt"))
+        if method.wrapped is None:
+            self.save(model, method.name)  # at last, because `stored` looks for it
         return {"value": value, "seconds": round(seconds), "curve": curve, **found, "kept": self.kept}
 
     def move(self, method: After, trained: str, plain: float) -> dict[str, Any]:

@@ -47,7 +47,10 @@ class Results:
             if record["pair"] == pair:
                 tried = pair == DEVELOPMENT and (record["method"] or DURING[record["trained"]].candidates)
                 row = Row(record["trained"], record["method"], record["value"] if tried else None)
-                self.runs.setdefault(row, {})[record["seed"]] = record
+                self.runs.setdefault(row, {})[record["seed"]] = record  # the last one of a run counts
+        for row, runs in self.runs.items():
+            if len(values := {run["value"] for run in runs.values()}) > 1:
+                raise ValueError(f"{pair}, {row.name}: its seeds have different settings, {values}; run them with one")
 
     def plain(self, seed: int) -> float:
         """The loss on the new data after plain training."""
@@ -68,15 +71,20 @@ class Results:
         """The names of the other data."""
         return list(self.runs[PLAIN][min(self.runs[PLAIN])]["before"].get("others", {}))
 
-    def increases(self, row: Row) -> list[float]:
-        """The increase of the loss on each of the other data where it was measured: mean over the seeds that were."""
-        found = [
-            [point["others"][name] - self.runs[PLAIN][seed]["before"]["others"][name] for name in self.others]
-            for seed in self.seeds(row)
-            for point in self.runs[row][seed]["curve"]
-            if point.get("others")
+    def increases(self, row: Row) -> tuple[list[float], float]:
+        """The increase of the loss on each of the other data where it was measured, mean over the seeds that were.
+
+        With it, the new loss there relative to that of plain training.
+        """
+        points = [
+            (point, seed) for seed in self.seeds(row) for point in self.runs[row][seed]["curve"] if point.get("others")
         ]
-        return np.mean(found, axis=0).tolist() if found else []
+        if not points:
+            return [], np.nan
+        before = {seed: self.runs[PLAIN][seed]["before"]["others"] for _, seed in points}
+        found = [[point["others"][name] - before[seed][name] for name in self.others] for point, seed in points]
+        ratios = [point["new"] / self.plain(seed) for point, seed in points]
+        return np.mean(found, axis=0).tolist(), float(np.mean(ratios))
 
     def seeds(self, row: Row) -> list[int]:
         """The seeds that a method was run with, of those with a plain run."""
@@ -219,7 +227,7 @@ def table(results: Results, lost: str) -> str:
         The table.
     """
     at = [f"{lost} at {ratio:.2f}" for ratio in RATIOS]
-    others = [f"loss on {' / '.join(results.others)}"] if results.others else []
+    others = [f"loss on {' / '.join(results.others)} (at)"] if results.others else []
     header = ["", "beside the new data", "new loss by default", f"{lost} by default", *at, *others,
               "seconds", "once before: seconds", "MB", "seeds"]  # fmt: skip
     return markdown(header, [_row(results, row) for row in results.runs])
@@ -257,7 +265,6 @@ def _row(results: Results, row: Row) -> list[str]:
     records = [results.runs[row][seed] for seed in seeds]
     ends = [end for record in records if (end := by_default(row, record)) is not None]
     losses = [results.mean_lost(row, ratio) for ratio in RATIOS]
-    others = [" / ".join(f"{value:+.2f}" for value in results.increases(row))] if results.others else []
     kept = [record.get("kept", {}) for record in records]
     return [
         row.name,
@@ -265,11 +272,15 @@ def _row(results: Results, row: Row) -> list[str]:
         f"{np.mean([end['new'] for end in ends]):.3f}" if ends else "",
         f"{np.mean([decoded(end['lost']).mean() for end in ends]):.3f}" if ends else "",
         *("not reached" if loss is None else f"{loss:.3f}" for loss in losses),
-        *others,
+        *([_others(*results.increases(row))] if results.others else []),
         _shown(np.mean([results.seconds(row, seed) for seed in seeds])),
         *(_shown(np.mean([one.get(what, np.nan) for one in kept])) for what in ("seconds", "megabytes")),
         str(len(seeds)),
     ]  # fmt: skip
+
+
+def _others(increases: list[float], ratio: float) -> str:
+    return f"{' / '.join(f'{value:+.2f}' for value in increases)} ({ratio:.2f})" if increases else ""
 
 
 def by_default(row: Row, record: dict[str, Any]) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import common
 from common import versions
 from retention.after import METHODS as AFTER
+from retention.bench import FARTHEST
 from retention.during import METHODS as DURING
 from retention.method import After, During
 from retention.pair import Pair
@@ -19,6 +20,9 @@ PLAIN = {"trained": "plain", "method": "", "value": 0.0}
 
 DEVELOPMENT = "development"
 """The pair that settings are chosen on."""
+
+SEEDS, DEVELOPMENT_SEEDS = [0, 1, 2], [10]
+"""Seeds of the compared pairs, and of the development pair, so that settings are not chosen on rows of the others."""
 
 Run = tuple[str, str, float | None]
 """What to train with, what to do afterwards ("": nothing), and the value of a setting."""
@@ -76,8 +80,13 @@ def run(suite: Suite, options: argparse.Namespace) -> None:
     _check(suite, options)
     options.work.mkdir(parents=True, exist_ok=True)
     for pair in options.pairs:
-        for seed in options.seeds:
+        for seed in seeds(options, pair):
             _run(suite, options, pair, seed, wanted[pair])
+
+
+def seeds(options: argparse.Namespace, pair: str) -> list[int]:
+    """The seeds to run a pair with: those of the command line, or the usual ones."""
+    return options.seeds or (DEVELOPMENT_SEEDS if pair == DEVELOPMENT else SEEDS)
 
 
 def _check(suite: Suite, options: argparse.Namespace) -> None:
@@ -89,7 +98,7 @@ def _check(suite: Suite, options: argparse.Namespace) -> None:
         raise SystemExit(f"texts that are missing: {missing}; add them with --text NAME=FILE")
     done = {key(record) for record in common.read_records(options.out)}
     for pair in options.pairs if "plain" not in options.methods else ():
-        without = [seed for seed in options.seeds if (pair, seed, "plain", "", 0.0) not in done]
+        without = [seed for seed in seeds(options, pair) if (pair, seed, "plain", "", 0.0) not in done]
         if without:
             raise SystemExit(f"{pair}, seeds {without}: every method is compared with plain training; run it too")
     absent = [name for name in sorted(needed) if not Path(options.texts[name]).is_file()]
@@ -102,7 +111,7 @@ def _run(suite: Suite, options: argparse.Namespace, pair: str, seed: int, wanted
     done = {key(record): record for record in common.read_records(options.out)}
     for trained, after, value in wanted:
         now: dict[str, Any] = {"pair": pair, "seed": seed, "trained": trained, "method": after, "value": value}
-        if key(now) in done:
+        if key(now) in done and _followed(done[key(now)], after, done.get(key(now | PLAIN))):
             continue
         bench = bench or suite.bench(options, pair, suite.pairs[pair], seed)
         if after:
@@ -115,6 +124,15 @@ def _run(suite: Suite, options: argparse.Namespace, pair: str, seed: int, wanted
         record = now | found | {"versions": versions("transformers", "peft")}
         common.append_record(options.out, record)
         done[key(record)] = record
+
+
+def _followed(record: Mapping[str, Any], after: str, plain: Mapping[str, Any] | None) -> bool:
+    """Whether a path was followed as far as it goes today; all other runs are complete."""
+    if plain is None or not after or "curve" not in record:
+        return True
+    settings, measured = list(AFTER[after].settings), [point["setting"] for point in record["curve"]]
+    beyond = record["curve"][-1]["new"] > FARTHEST * _new_loss(plain)
+    return measured == settings or (beyond and measured == settings[: len(measured)])
 
 
 def _new_loss(record: Mapping[str, Any]) -> float:

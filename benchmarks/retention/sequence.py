@@ -11,6 +11,7 @@ import argparse
 import copy
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -70,17 +71,16 @@ class Stage(Classification):
         number: The number of the task in it.
         teacher: The network before.
         heads: The heads of the tasks before.
+        memory_file: The memory of the tasks before; it is made after the first.
     """
 
-    memory_file: Path | None
-
-    def __init__(self, sequence: Sequence, number: int, teacher: Any, heads: dict[str, Any]) -> None:
+    def __init__(self, sequence: Sequence, number: int, teacher: Any, heads: dict[str, Any], memory_file: Path) -> None:
         task = sequence.tasks[number]
         self.new, self.earlier = sequence.train_batches[task], sequence.train_batches
         steps = EPOCHS * len(self.new)
         super().__init__(sequence.work, Pair(task, steps=steps, rate=sequence.rate), sequence.seed)
         self.examples, self.teacher, self.heads = TRAINED, teacher, heads
-        self.stage, self.memory_file = 1 + number, None
+        self.stage, self.memory_file = 1 + number, memory_file
         self._batches: list[Any] = []
 
     def freeze(self, model: Any) -> Any:
@@ -100,14 +100,14 @@ class Stage(Classification):
         """From a pool that has as many examples of every task before."""
         task = list(self.heads)[int(torch.randint(0, len(self.heads), (), generator=self.draws))]
         batches, kept = self.earlier[task], max(round(share * TRAINED / len(self.heads)), 1)
-        number = int(torch.randint(0, -(-kept // len(batches[0]["labels"])), (), generator=self.draws))
-        size = min(kept, len(batches[number]["labels"]))
+        whole = len(batches[0]["labels"])
+        number = int(torch.randint(0, -(-kept // whole), (), generator=self.draws))
+        size = min(kept - number * whole, len(batches[number]["labels"]))
         rows = torch.randperm(size, generator=self.draws)[:REPLAYED]
         some = {name: value[rows] for name, value in batches[number].items()}
         return F.cross_entropy(logits(model, some, self.heads[task]), some["labels"], reduction="sum")
 
     def memory(self, model: Any) -> Any:
-        assert self.memory_file is not None
         return limpet.load(self.memory_file, model)
 
     def diagonal_memory(self, model: Any) -> Any:
@@ -151,15 +151,15 @@ class Stage(Classification):
             moved = copy.deepcopy(model.state_dict())
         model.load_state_dict(moved)
 
-    def remember(self, model: Any, path: Path, **settings: Any) -> None:
+    def remember(self, model: Any, **settings: Any) -> None:
         """Add this task to the memory of those before."""
-        if self.memory_file is None:
+        if not self.memory_file.exists():
             chosen = {"strength": "auto", "prior_mean": "initial", "exclude": ["classifier"], **settings}
             memory: Any = limpet.OnlineLaplace(model, **chosen)
         else:
             memory = self.memory(model)
         memory.consolidate(self.new, limit=MEASURED, examples=TRAINED, probe=PROBE, progress=False)
-        memory.save(path)
+        memory.save(self.memory_file)
 
 
 class Sequence:
@@ -207,24 +207,24 @@ class Sequence:
         self, during: During, value: float, after: After | None, remembered: dict[str, Any] | None
     ) -> dict[str, Any]:
         model, heads, right, seconds = self._published(), dict[str, Any](), [], 0.0
-        memory_file: Path | None = None
-        for number, task in enumerate(self.tasks):
-            stage = Stage(self, number, model.eval().requires_grad_(False), dict(heads))
-            stage.memory_file = memory_file
-            acting = during if heads else DURING["plain"]
-            model, training = stage.learned(acting, value, self._stored(number, acting))
-            if heads:
-                begin = time.process_time()
-                if after is not None:
-                    stage.move(model, after)
-                seconds += training + time.process_time() - begin
-            heads[task] = copy.deepcopy(model.classifier).requires_grad_(False)
-            right.append([self._right(model, name, head) for name, head in heads.items()])
-            if remembered is not None and number + 1 < len(self.tasks):
-                begin, memory_file = time.process_time(), self.work / f"memory-{self.name}.safetensors"
-                stage.remember(model, memory_file, **remembered)
-                seconds += time.process_time() - begin
-            print(f"{during.name}, {after and after.name}: {[one.count('1') for one in right[-1]]}", flush=True)
+        with TemporaryDirectory(dir=self.work) as folder:  # of its own, because several processes may share `work`
+            for number, task in enumerate(self.tasks):
+                teacher = model.eval().requires_grad_(False)
+                stage = Stage(self, number, teacher, dict(heads), Path(folder) / "memory.safetensors")
+                acting = during if heads else DURING["plain"]
+                model, training = stage.learned(acting, value, self._stored(number, acting))
+                if heads:
+                    begin = time.process_time()
+                    if after is not None:
+                        stage.move(model, after)
+                    seconds += training + time.process_time() - begin
+                heads[task] = copy.deepcopy(model.classifier).requires_grad_(False)
+                right.append([self._right(model, name, head) for name, head in heads.items()])
+                if remembered is not None and number + 1 < len(self.tasks):
+                    begin = time.process_time()
+                    stage.remember(model, **remembered)
+                    seconds += time.process_time() - begin
+                print(f"{during.name}, {after and after.name}: {[one.count('1') for one in right[-1]]}", flush=True)
         return {"seconds": round(seconds), "right": right}
 
     def _published(self) -> Any:

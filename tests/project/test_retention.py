@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,23 @@ def test_an_old_example_counts_as_much_as_one_of_the_batch(name: str) -> None:
     assert total == pytest.approx(float(pooled * 5 / 3))  # its multiple, as AdamW does not see it
 
 
+def test_replay_in_a_sequence_draws_from_its_share_of_the_old_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: set[int] = set()
+
+    def logits(_: Any, batch: dict[str, torch.Tensor], head: Any) -> torch.Tensor:
+        drawn.update(batch["number"].tolist())
+        return torch.zeros(len(batch["number"]), 2)
+
+    monkeypatch.setattr(sequence, "logits", logits)
+    stage = object.__new__(sequence.Stage)
+    stage.heads, stage.draws = {"imdb": None}, torch.Generator().manual_seed(0)
+    numbers = torch.split(torch.arange(48), 16)
+    stage.earlier = {"imdb": [{"number": some, "labels": torch.zeros_like(some)} for some in numbers]}
+    for _ in range(100):
+        stage.old_loss(None, 0.05)
+    assert drawn == set(range(24))  # 5 % of 480
+
+
 def test_ties_keeps_the_largest_entries_of_an_update() -> None:
     model = adapted()
     before = deltas(model)
@@ -204,15 +222,34 @@ def test_methods_are_compared_at_the_new_loss_of_plain_training() -> None:
     difference = results.against(report.Row("plain", "repair"), scaling, 1.05)
     assert difference is not None and difference.mean == pytest.approx(-0.4) and difference.error < 1e-9
     lines = cells(report.table(results, "drift"))
-    assert lines["repair"][1:] == ["2.100", "0.700", "1.180", "0.700", "0.700", "+0.10", "11", "30", "2", "2"]
+    assert lines["repair"][1:] == ["2.100", "0.700", "1.180", "0.700", "0.700", "+0.10 (1.05)", "11", "30", "2", "2"]
     assert lines["scaling"][1:3] == ["", ""] and lines["scaling"][8:10] == ["", ""]
-    assert lines["early stopping"][4] == "1.455" and lines["early stopping"][6] == "+0.90"
+    assert lines["early stopping"][4] == "1.455" and lines["early stopping"][6] == "+0.90 (1.50)"
     pairs = [(report.Row("plain", "repair"), scaling), (report.Row("plain", "LiNeS"), scaling)]
     assert cells(report.differences(results, pairs)) == {
         "": ["at 1.02", "at 1.05", "at 1.10", "seeds"],
         "---": ["---"] * 4,
         "repair minus scaling": ["-0.160 +- 0.000", "-0.400 +- 0.000", "-0.400 +- 0.000", "2"],
     }
+
+
+def test_seeds_with_different_settings_are_not_averaged() -> None:
+    base = {"pair": "german", "trained": "L2-SP", "method": "", "curve": []}
+    with pytest.raises(ValueError, match="L2-SP: its seeds have different settings"):
+        report.Results([base | {"seed": seed, "value": 10.0**-seed} for seed in (2, 3)], "german")
+
+
+def test_a_path_that_was_not_followed_as_far_as_today_is_run_again() -> None:
+    settings = AFTER["repair"].settings
+    plain = {"curve": [{"new": 2.0}]}
+
+    def followed(values: Sequence[float], new: float) -> bool:
+        record = {"value": None, "curve": [{"setting": value, "new": new} for value in values]}
+        return runs._followed(record, "repair", plain)
+
+    assert followed(settings, 2.1) and not followed(settings[:-2], 2.1)
+    assert followed(settings[:-2], 2.3) and not followed((5.0, *settings[1:-2]), 2.3)
+    assert runs._followed({"value": 3.0, "right": []}, "repair", plain)  # one setting, of a suite without paths
 
 
 def test_methods_show_where_their_defaults_end_if_they_have_some() -> None:
@@ -239,6 +276,7 @@ def test_methods_show_where_their_defaults_end_if_they_have_some() -> None:
             "--text english=a.txt: there is no such file",
         ),
         (["--draw", "--pairs", "speeches"], "no records"),
+        (["--pairs", "development", "--seeds", "10", "2"], "the development pair needs other seeds"),
     ],
 )
 def test_wrong_input_is_told_before_anything_runs(
@@ -387,6 +425,7 @@ def test_a_network_learns_other_images_with_its_batch_norm_frozen(
 
     record = bench.train(DURING["plain"], 0.0)
     trained = bench.trained("plain")
+    assert bench.stored("plain") and not bench.stored("pla")
     norms = {name: tensor for name, tensor in trained.state_dict().items() if "norm" in name or "features.1." in name}
     assert norms and all(torch.equal(tensor, bench.teacher.state_dict()[name]) for name, tensor in norms.items())
     assert (
