@@ -207,6 +207,21 @@ def test_protect_fits_it_at_the_end_of_training() -> None:
     assert here < F.cross_entropy(model(x), y).item() - 0.01
 
 
+@pytest.mark.parametrize("how", ["frozen", "compiled"])
+def test_the_state_of_the_tuned_model_does_not_change_what_is_fitted(how: str) -> None:
+    model, memory = two_tasks()
+    other = copy.deepcopy(model)
+    if how == "frozen":
+        other.requires_grad_(False)
+    else:
+        other.compile(backend="eager")
+        other.eval()(task(2)[0][0])
+        other.train()
+    repairs = [limpet.repair(one, memory, task(2), strength=2.0, progress=False) for one in (model, other)]
+    assert [repair.refitted for repair in repairs] == ["head", "head"]
+    assert torch.allclose(model.head.weight, other.head.weight, atol=1e-12)
+
+
 @pytest.mark.parametrize("replace", [True, False])
 def test_a_new_head_that_the_memory_covers_is_warned_about(replace: bool) -> None:
     torch.manual_seed(0)

@@ -247,6 +247,31 @@ def test_distillation_is_read_with_its_copy_and_its_forward_set_again(tmp_path: 
         limpet.load(tmp_path / "memory.safetensors", nn.Linear(4, 3))
 
 
+def test_reading_a_loader_leaves_the_random_state() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    data = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.randint(0, 3, (12,)))
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+    laplace = limpet.OnlineLaplace(model)
+    laplace.consolidate(loader, progress=False)
+    tokens: Any = torch.utils.data.DataLoader(torch.randint(3, 23, (12, 6)), batch_size=4, shuffle=True)  # type: ignore[arg-type]
+    rehearsed = limpet.SelfRehearsal(language_model())
+    before = torch.get_rng_state()
+    limpet.Distillation(model).consolidate(loader, probe=6)
+    limpet.Distillation(model).consolidate(loader)
+    laplace.add_probe(loader)
+    rehearsed.consolidate(tokens, held_out=4)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_probe_is_as_large_as_was_asked_for_or_rejected() -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match="needs batches"):
+        limpet.Distillation(model).consolidate(probe=100)
+    with pytest.raises(ValueError, match="at most 1000"):
+        limpet.Distillation(model).consolidate([(torch.randn(2500, 4), None)], probe=2500)
+
+
 def test_a_copy_made_before_adapters_were_added_is_read_back() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     memory = limpet.Distillation(model)

@@ -283,11 +283,10 @@ def test_padding_does_not_count() -> None:
 
     torch.manual_seed(0)
     model = Tagger()
-    memory = limpet.Distillation(model)
-    memory.consolidate()
+    memory, ids = limpet.Distillation(model), torch.tensor([[1, 2, 3, 0], [4, 0, 0, 0]])
+    memory.consolidate([{"input_ids": ids, "attention_mask": (ids > 0).long()}])
     with torch.no_grad():
         model.embed.weight[1:] += 0.5
-    ids = torch.tensor([[1, 2, 3, 0], [4, 0, 0, 0]])
     before = memory._before.model  # type: ignore[union-attr]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with memory.protect(optimizer) as protection:
@@ -296,6 +295,7 @@ def test_padding_does_not_count() -> None:
     each = F.kl_div(model(ids).log_softmax(-1), before(ids).log_softmax(-1), log_target=True, reduction="none").sum(-1)
     expected = float(each[ids > 0].detach().mean())
     assert protection.summary().divergence == pytest.approx(expected, rel=1e-5) and expected > 0.01
+    assert float(memory.drift()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_is_not_possible_is_rejected() -> None:

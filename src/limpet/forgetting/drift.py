@@ -20,6 +20,7 @@ from limpet.errors import LimpetWarning, warn
 from limpet.forgetting.probe import Probe
 from limpet.likelihoods import Likelihood
 from limpet.model import Forward, call, prepared, preserve_state, trainable
+from limpet.model.batch import without_padding
 from limpet.posterior import Posterior
 
 CONFIDENCE = 1.64
@@ -187,12 +188,27 @@ def _divergences(
     for batch, summary in zip(probe.batches, probe.summaries, strict=True):
         outputs, _ = call(model, prepared(batch, device), forward)
         found = likelihood.divergence(summary, outputs) * probe.scale
-        found = found.reshape(len(found), -1)
-        counted = summary.get("counted")
-        each = (
-            torch.full((len(found),), found.shape[1]) if counted is None else counted.reshape(len(counted), -1).sum(1)
-        )
-        yield found, each
+        yield by_example(found, summary.get("counted"), batch)
+
+
+def by_example(values: Tensor, counted: Tensor | None, batch: Any) -> tuple[Tensor, Tensor]:
+    """Arrange values by example, without those of positions that do not count.
+
+    Args:
+        values: One value per example, or per position, 0 where `counted` is.
+        counted: Which positions count. By default those that are not padding.
+        batch: The batch, which may have an attention mask.
+
+    Returns:
+        The values, of shape (examples, positions), and the number of positions of each example that count.
+    """
+    if counted is None and (real := without_padding(batch)) is not None and real.shape == values.shape:
+        counted = real
+        values = values.masked_fill(~real.to(values.device), 0)
+    values = values.reshape(len(values), -1)
+    if counted is None:
+        return values, torch.full((len(values),), values.shape[1], device=values.device)
+    return values, counted.reshape(len(counted), -1).sum(1)
 
 
 def exact_drift(

@@ -23,6 +23,7 @@ from limpet.distributed import current
 from limpet.errors import LimpetWarning, warn
 from limpet.forgetting.probe import Probe
 from limpet.model import Forward, call, full_precision, named_parameters, prepared, preserve_state
+from limpet.model.context import eager
 
 RIDGES = tuple(10.0**exponent for exponent in range(-7, 4))
 """Candidates for the ridge, in units of the mean, over features, of the sum of squares of a centered feature."""
@@ -113,7 +114,8 @@ def new_output_layer(
     if not batches or not probes:
         return None
     parameters = named_parameters(model)
-    new = {p for name, p in parameters.items() if p.requires_grad and name not in covered}
+    frozen = not any(p.requires_grad for p in parameters.values())  # as a whole, after training
+    new = {p for name, p in parameters.items() if (p.requires_grad or frozen) and name not in covered}
     same: set[nn.Parameter] = set()
     for probe in probes:
         replaced = probe.head if probe.head_was_replaced(model) else {}
@@ -238,7 +240,7 @@ def _recorded(
     handles = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
     device = next(model.parameters()).device
     try:
-        with preserve_state(model), torch.no_grad(), full_precision():
+        with preserve_state(model), torch.no_grad(), full_precision(), eager():
             return [call(model, prepared(batch, device), forward)[0] for batch in batches], calls
     finally:
         for handle in handles:

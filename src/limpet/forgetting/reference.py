@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from limpet.errors import UnsupportedError
+from limpet.forgetting.drift import by_example
 from limpet.likelihoods import Likelihood
 from limpet.model import Forward, call, preserve_state
 from limpet.model.adapter_switch import adapters_change_nothing, adapters_off, only_adapters_train
-from limpet.model.batch import without_padding
 from limpet.model.copied import independent_copy
 from limpet.model.quantized import not_repacked
 
@@ -210,11 +210,5 @@ def divergence(
             f"the outputs of the model cannot be compared with those before ({error}): if the model has a new head, "
             "compute the outputs of the old one with forward=lambda model, batch: (old_outputs, None)"
         ) from error
-    counted = summary.get("counted")
-    if counted is None and (real := without_padding(batch)) is not None and real.shape == found.shape:
-        counted = real
-        found = found.masked_fill(~real.to(found.device), 0)
-    found = found.reshape(len(found), -1)
-    if counted is None:
-        return found.sum(1), torch.full((len(found),), found.shape[1], device=found.device)
-    return found.sum(1), counted.reshape(len(counted), -1).sum(1)
+    values, counts = by_example(found, summary.get("counted"), batch)
+    return values.sum(1), counts

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from limpet.errors import positive_whole
 from limpet.likelihoods import Likelihood
 from limpet.methods.output_memory import OutputMemory
 from limpet.model import Forward
@@ -92,17 +91,20 @@ class Distillation(OutputMemory):
         self.tasks, self._resume = self.tasks + 1, 0
 
     def _probe(self, batches: Iterable[Any], rows: int | None) -> Probe:
+        from limpet.methods.probed_memory import probe_rows
         from limpet.model.batch import FirstBatches, check_batches
+        from limpet.model.context import random_state
 
         check_batches(batches)
-        if rows is None:
-            return self._recorded(list(batches), 0)
-        first = FirstBatches()
-        for number, batch in enumerate(batches):
-            first.add(number, batch)
-            if first.rows >= rows:
-                break
-        return self._recorded(first.take(positive_whole("probe", rows)), 0)
+        wanted, first = probe_rows(rows), FirstBatches()
+        with random_state(batches):
+            if wanted is None:
+                return self._recorded(list(batches), 0)
+            for number, batch in enumerate(batches):
+                first.add(number, batch)
+                if first.rows >= wanted:
+                    break
+        return self._recorded(first.take(wanted), 0)
 
     def compared(self, step: int, inputs: Sequence[Any]) -> Iterator[Compared]:
         """Yield the inputs of the step with the outputs before."""

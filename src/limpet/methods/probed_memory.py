@@ -10,6 +10,7 @@ from limpet.errors import LimpetError, UnsupportedError, positive_whole
 from limpet.methods.memory import Memory
 from limpet.model import Forward
 from limpet.model.batch import FirstBatches
+from limpet.model.context import random_state
 
 if TYPE_CHECKING:
     from limpet.curvature.privacy import Privacy
@@ -23,7 +24,8 @@ def probe_rows(probe: int | None) -> int | None:
     """Check the `probe` argument of `consolidate`, and return it."""
     if probe is not None and positive_whole("probe", probe) > FirstBatches.LIMIT:
         raise ValueError(
-            f"probe= must be at most {FirstBatches.LIMIT}: for more examples call memory.add_probe(batches)"
+            f"probe= must be at most {FirstBatches.LIMIT}: for more examples call memory.add_probe(batches), or "
+            "limpet.Distillation.consolidate(batches) without probe="
         )
     return probe
 
@@ -81,7 +83,9 @@ class ProbedMemory(Memory):
         """Record a probe of these batches with the model's current outputs."""
         from limpet.forgetting.probe import Probe
 
-        sharding, seed, batches = self.posterior.sharding, self.seed + self.tasks, list(batches)
+        sharding, seed = self.posterior.sharding, self.seed + self.tasks
+        with random_state(batches):
+            batches = list(batches)
         blocks = [held.block for held in self.posterior.held.values()]
         if sharding is not None:  # all ranks run the model together, and store the same probe
             blocks = list(sharding.blocks.values())

@@ -124,6 +124,7 @@ class SelfRehearsal(OutputMemory):
         """
         from limpet.forgetting.self_samples import self_samples
         from limpet.model.batch import check_batches
+        from limpet.model.context import random_state
 
         self._reject_inside_protect()
         held_out, length = whole_number("held_out", held_out), positive_whole("length", length)
@@ -139,7 +140,8 @@ class SelfRehearsal(OutputMemory):
             )
             batches = [{"input_ids": rows}]
         check_batches(batches)
-        kept, probe = self._split(batches, held_out)
+        with random_state(batches):
+            kept, probe = self._split(batches, held_out)
         if not kept:
             raise LimpetError("there is no row to rehearse: pass more batches, or a smaller held_out=")
         rehearsed = self._recorded(kept, self.seed)
