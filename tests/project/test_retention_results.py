@@ -103,30 +103,49 @@ def test_what_the_pages_say_about_german() -> None:
     text = f"plain training loses {plain[0]:.2f} nats on reviews and {plain[1]:.2f} on speeches, "
     text += f"self-rehearsal of one row {rehearsed[0]:.2f} and {rehearsed[1]:.2f}"
     assert text in page and text in readme
+    ratios = [f"{found.increases(row)[1]:.2f}" for row in (one, repair)]
+    assert f"{rehearsed[1]:.2f} (at {ratios[0]}), repair nothing (at {ratios[1]})" in readme
+    ties, lines, distilled = (
+        report.Row(*names) for names in (("plain", "TIES"), ("plain", "LiNeS"), ("distillation",))
+    )
+    assert all(found.seeds(row) == [0] for row in (ties, lines, distilled))
+    lost = [f"{found.lost(row, 0, 1.05).mean():.3f}" for row in (ties, lines, scaling)]
+    assert f"more than scaling: {lost[0]} and {lost[1]} nats at 1.05, scaling {lost[2]} (one seed)" in page
+    assert f"by half as much ({decoded(found.runs[distilled][0]['curve'][-1]['lost']).mean():.3f} nats" in page
     assert all(value < 0 for row in (repair, scaling) for value in found.increases(row)[0]), "they lose nothing there"
 
 
 def test_what_the_page_says_about_the_skill() -> None:
     found, text = results("skill", "german"), " ".join((FOLDER / "README.md").read_text().split())
+    readme, guide = (" ".join(page.read_text().split()) for page in (PAGES[-1], PAGES[1]))
     repair, scaling, one = (
         report.Row(*names) for names in (("plain", "repair"), ("plain", "scaling"), ("self-rehearsal of one row",))
     )
-    assert decoded(found.runs[report.PLAIN][0]["before"]["lost"]).mean() == 0
-    for ratio in (1.05, 1.1):
-        assert found.mean_lost(repair, ratio) == 0
-    scaled = [f"{100 * found.mean_lost(scaling, ratio):.0f} %" for ratio in (1.05, 1.1)]
-    assert f"where scaling still has {scaled[0]} and {scaled[1]} wrong" in text
-    readme, guide = (" ".join(page.read_text().split()) for page in (PAGES[-1], PAGES[1]))
-    assert f"repair has all of it, scaling {100 * (1 - found.mean_lost(scaling, 1.05)):.0f} %" in readme
-    path = {point["setting"]: decoded(point["lost"]).mean() for point in found.runs[repair][0]["curve"]}
-    between = f"{100 * path[30]:.0f} % at strength 30 and {100 * path[100]:.0f} % at strength 100"
-    assert f"at 1.02 times it has {100 * found.mean_lost(repair, 1.02):.0f} % wrong, by interpolation between" in text
-    assert between in text and path[1] == 1
-    back = found.runs[repair][0]["curve"][-1]["new"] / found.plain(0)
+    seeds = found.seeds(repair)
+    assert seeds == found.seeds(scaling) == [0, 1, 2] and found.seeds(one) == [0]
+    assert all(decoded(found.runs[report.PLAIN][seed]["before"]["lost"]).mean() == 0 for seed in seeds)
+    for ratio in report.RATIOS:  # "more than two standard errors"
+        difference = found.against(repair, scaling, ratio)
+        assert difference.mean + 2 * difference.error < 0
+    wrong = {
+        row: [f"{100 * found.mean_lost(row, ratio):.0f} %" for ratio in report.RATIOS] for row in (repair, scaling)
+    }
+    assert wrong[repair][1] == wrong[repair][2] and f"{wrong[repair][1]} are wrong at 1.05 and 1.10 times" in text
+    assert f"scaling still has {wrong[scaling][1]} and {wrong[scaling][2]} wrong" in text
+    assert f"and {wrong[repair][0]} at 1.02 times (scaling {wrong[scaling][0]})" in text
+    assert f"{wrong[repair][1]} of the answers are wrong, after scaling {wrong[scaling][1]}" in readme
+    paths = [found.runs[repair][seed]["curve"] for seed in seeds]
+    at = [{point["setting"]: 100 * decoded(point["lost"]).mean() for point in path} for path in paths]
+    ends = [path[-1]["new"] / found.plain(seed) for path, seed in zip(paths, seeds, strict=True)]
+    first, second, third = (f"{one[100]:.0f}" for one in at)
+    assert f"strength 100, with {first}, {second} and {third} % wrong" in text
+    assert f"at {ends[0]:.2f}, {ends[1]:.2f} and {ends[2]:.2f} times (seeds 0 to 2)" in text
+    assert f"at strength 30 at least {min(one[30] for one in at):.0f} % are wrong" in text
+    assert all(one[1] == 100 for one in at)
+    assert f"strengths 30 and 100, at {min(ends):.2f} to {max(ends):.2f} times the new loss" in guide
     ended = found.runs[report.Row("plain", "protect")][0]["curve"][-1]
     assert decoded(ended["lost"]).mean() == 0
     assert f"with nothing wrong at {ended['new'] / found.plain(0):.2f} times the new loss" in text
-    assert f"comes back between strengths 30 and 100, at {back:.2f} times the new loss" in guide
     curve = found.runs[one][0]["curve"]
     assert [point["step"] for point in curve if decoded(point["lost"]).mean() > 0] == [100]
     assert curve[3]["new"] > curve[2]["new"] and "at step 100 of 300 everything was wrong" in text
