@@ -58,5 +58,6 @@ def test_it_takes_hardly_longer_than_torch() -> None:
         )
 
     run("import limpet")  # now the bytecode is there
-    ratios = sorted(seconds("limpet") / seconds("torch") for _ in range(9))
-    assert ratios[4] <= 1.15, f"the median of {ratios}"
+    pairs = [(seconds("limpet"), seconds("torch")) for _ in range(9)]
+    own, of_torch = map(min, zip(*pairs, strict=True))  # the runs that other processes disturbed the least
+    assert own <= 1.15 * of_torch, pairs
