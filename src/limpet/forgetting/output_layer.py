@@ -12,7 +12,6 @@ which have heads of their own. The ridge minimizes the leave-one-out error, whic
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -21,17 +20,12 @@ from torch import Tensor, nn
 
 from limpet.distributed import current
 from limpet.errors import LimpetWarning, warn
-from limpet.forgetting.probe import Probe
+from limpet.forgetting.probe import REPLACED, Probe, cosine
 from limpet.model import Forward, call, full_precision, named_parameters, prepared, preserve_state
 from limpet.model.context import eager
 
 RIDGES = tuple(10.0**exponent for exponent in range(-7, 4))
 """Candidates for the ridge, in units of the mean, over features, of the sum of squares of a centered feature."""
-
-
-SAME = 0.5
-"""Cosine of a layer with what it was before, below which it is taken for another layer."""
-
 
 UNMOVED = 0.9
 """Cosine of all other weights with what they were before, above which a fine-tune has not trained them anew."""
@@ -146,41 +140,26 @@ def warn_of_covered_head(
         batches: The new data.
         forward: As for `memory.consolidate`.
     """
-    weights = {name: p for name, p in named_parameters(model).items() if name in means and p.shape == means[name].shape}
-    products = {name: _products(weight, means[name]) for name, weight in weights.items()}
+    parameters = named_parameters(model)
+    pairs = {name: (parameters[name], mean) for name, mean in means.items() if parameters[name].shape == mean.shape}
     layers = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name and _cosine([products.get(f"{name}.weight")]) < SAME
+        if isinstance(module, nn.Linear) and (pair := pairs.get(f"{name}.weight")) and cosine([pair]) < REPLACED
     }
     if not layers or not batches:
         return
     (outputs,), calls = _recorded(model, layers, batches[:1], forward)
     for name, found in calls.items():
-        others = [one for other, one in products.items() if not other.startswith(f"{name}.")]
+        others = [pair for other, pair in pairs.items() if not other.startswith(f"{name}.")]
         is_last = len(found) == 1 and isinstance(outputs, Tensor) and _same(outputs, found[0][1])
-        if is_last and others and _cosine(others) > UNMOVED:
+        if is_last and others and cosine(others) > UNMOVED:
             warn(
                 f"the memory covers the output layer {name}, whose weights are now unlike those in the memory: if it "
                 "is a new head, the repair pulls it towards the old one; make the memory with "
                 f"exclude=[{name!r}], so that the new one is fitted again instead",
                 LimpetWarning,
             )
-
-
-@torch.no_grad()
-def _products(one: Tensor, other: Tensor) -> tuple[float, float, float]:
-    """Inner products of two tensors: of both, and of each with itself."""
-    one, other = one.flatten().float(), other.flatten().to(one.device, torch.float32)
-    return float(one @ other), float(one @ one), float(other @ other)
-
-
-def _cosine(products: Sequence[tuple[float, float, float] | None]) -> float:
-    """The cosine of several pairs of tensors together; 1 if it is not known, or all are zero."""
-    if None in products:
-        return 1.0
-    both, now, before = (sum(column) for column in zip(*products, strict=True))
-    return both / math.sqrt(now * before) if now * before else 1.0
 
 
 def ridge_regression(

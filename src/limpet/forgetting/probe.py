@@ -8,7 +8,7 @@ Targets are not stored, and for a large vocabulary only some of the labels are (
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,6 +35,9 @@ HEAD = "head/"
 HEAD_SHARE = 10
 """Parameters that the memory does not cover are stored if they are at most one in this many of the model's weights; of
 more, those that are trained."""
+
+REPLACED = 0.5
+"""Cosine with what they were before, below which weights are taken for replaced rather than trained further."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ class Probe:
 
         Returns:
             Whether the stored parameters had changed before training began, or have other shapes or, together, a cosine
-            with their stored values below 1/2.
+            with their stored values below `REPLACED`.
         """
         if not self.head:
             return False
@@ -188,8 +191,7 @@ class Probe:
         pairs = [(whole(parameters[name]).cpu().double(), self.head[name].double()) for name in changed]
         if any(now.shape != before.shape for now, before in pairs):
             return True
-        now, before = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in zip(*pairs, strict=True))
-        return float(now @ before) < float(now.norm() * before.norm()) / 2
+        return cosine(pairs) < REPLACED
 
     @contextmanager
     def through_head(self, model: nn.Module) -> Iterator[None]:
@@ -267,6 +269,24 @@ class Probe:
             raise ValueError("the probe contains parameters that it does not name, or that are not finite")
         scale = finite_number("scale", metadata["scale"])
         return cls(batches, summaries, scale, outside, head, metadata.get("quantized", False) is True)
+
+
+@torch.no_grad()
+def cosine(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Compute the cosine of tensors with others of their shapes, all together.
+
+    Args:
+        pairs: The tensors, each with the other.
+
+    Returns:
+        The cosine; 1 if one side is zero.
+    """
+    both = first = second = 0.0
+    for one, other in pairs:
+        a = one.flatten().to(torch.promote_types(one.dtype, torch.float32))
+        b = other.flatten().to(a)
+        both, first, second = both + float(a @ b), first + float(a @ a), second + float(b @ b)
+    return both / math.sqrt(first * second) if first * second else 1.0
 
 
 @torch.no_grad()
