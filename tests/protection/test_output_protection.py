@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import limpet
 from limpet.errors import LimpetError, LimpetWarning, UnsupportedError
+from own_device import DEVICE, SUPPORTED, own_device
 
 STEPS = 7
 WEIGHT = 0.7
@@ -451,3 +452,67 @@ def test_a_compiled_forward_does_not_make_the_copy_train() -> None:
             last = kl(before, model, x[0]).detach()
             optimizer.step()
     assert protection.summary().divergence == pytest.approx(float(last), rel=1e-6) and last > 1e-3
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="this torch cannot register a backend from Python")
+def test_the_copy_follows_the_device_of_the_model() -> None:
+    model, x, y = problem()
+    before, inputs, targets = copy.deepcopy(model).float(), x.float(), y
+    model.float()
+    memory = limpet.Distillation(model)
+    memory.consolidate()
+    with own_device():
+        model.to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        with memory.protect(optimizer) as protection:
+            for _ in range(2):
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs[0].to(DEVICE)), targets[0].to(DEVICE)).backward()
+                last = {name: p.detach().cpu() for name, p in model.named_parameters()}
+                optimizer.step()
+        found = protection.summary().divergence
+    now = copy.deepcopy(before)
+    now.load_state_dict(last)
+    expected = float(kl(before, now, inputs[0]).detach())
+    assert found == pytest.approx(expected, rel=1e-4) and expected > 1e-3
+
+
+class Encoder(nn.Module):
+    """Its outputs at padded positions are zero on the path that torch takes in eval mode, and not in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 1), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.head(self.encoder(x, src_key_padding_mask=padding).mean(1))
+
+
+def test_the_reference_takes_the_path_of_training() -> None:
+    torch.manual_seed(0)
+    model, x = Encoder(), torch.randn(4, 6, 8)
+    padding = torch.arange(6).expand(4, 6) >= torch.tensor([[6], [4], [3], [2]])
+    memory = limpet.Distillation(model)
+    memory.consolidate()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
+    with memory.protect(optimizer) as protection:
+        model(x, padding).sum().backward()
+        optimizer.step()
+    assert abs(protection.summary().divergence) < 1e-6
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_a_forecast_in_the_block_is_not_recorded() -> None:
+    model, x, y = problem()
+    memory = limpet.Distillation(model)
+    memory.consolidate()
+    laplace = limpet.OnlineLaplace(model, strength="auto", prior_mean="initial")
+    laplace.consolidate([(x[0], y[0])], progress=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memory.protect(optimizer) as protection:
+        F.cross_entropy(model(x[1]), y[1]).backward()
+        limpet.OnlineLaplace(model, strength="auto").consolidate([(x[2], y[2])], progress=False)
+        assert len(protection._inputs.batches) == 1
+        laplace.forecast([(x[2], y[2])], curvature="fresh")
+        assert len(protection._inputs.batches) == 1

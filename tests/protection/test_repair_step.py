@@ -361,3 +361,29 @@ def test_a_probe_that_cannot_be_run_is_told_before_training() -> None:
             F.cross_entropy(model(-x, shift=torch.ones_like(x)), y).backward()
             optimizer.step()
     assert protection.repair is not None
+
+
+def test_targets_that_the_repair_will_need_are_asked_for_in_the_first_step() -> None:
+    model, memory, x, y = learned(fisher="empirical")
+    trained = flat(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    with pytest.raises(LimpetError, match="batches=new_data"), memory.protect(optimizer, examples=N):
+        train(model, optimizer, x, y)
+    assert torch.equal(flat(model), trained)
+    with memory.protect(optimizer, examples=N, batches=[(x, y)], repair={"strength": 1.0}) as protection:
+        train(model, optimizer, x, y, epochs=2)
+    assert protection.repair is not None
+
+
+def test_a_compiled_model_that_was_called_before_is_recorded_after_a_reset() -> None:
+    """Compiled code of a container of torch has no guard on hooks that are added later."""
+    model, (x, _) = network(), task(1)
+    compiled = torch.compile(model, backend="eager")
+    compiled(x)
+    recorder = InputRecorder(model)
+    for calls in (0, 1):
+        recorder.start()
+        compiled(x)
+        recorder.stop()
+        assert recorder.seen == calls
+        torch.compiler.reset()

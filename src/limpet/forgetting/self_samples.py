@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from limpet.curvature.progress import Progress
-from limpet.errors import LimpetError
+from limpet.errors import LimpetError, UnsupportedError
 from limpet.model import preserve_state
+
+NOT_CAUSAL = 0.05
+"""Change of the output for a token by the token after it, relative to that token's own, above which a model is not
+causal. Quantized activations share a scale among tokens, which changes them a little."""
 
 
 @torch.no_grad()
@@ -37,7 +41,7 @@ def self_samples(
         length: The number of tokens per row, including its prefix.
         prefixes: Token ids that the rows start with, used in turn. Defaults to the model's beginning-of-text token (or
             end-of-text token, if it has none).
-        batch_size: The number of rows to sample at a time, with a key-value cache.
+        batch_size: The number of rows to sample at a time, with a key-value cache if the model has one.
         temperature: The sampling temperature, by which the logits are divided.
         seed: The random seed.
         progress: Whether to show a progress bar.
@@ -47,6 +51,7 @@ def self_samples(
 
     Raises:
         LimpetError: If a prefix is empty or does not fit into a row, or the model has no beginning-of-text token.
+        UnsupportedError: If the model is not causal.
         ValueError: If `temperature` is not positive.
     """
     starts = [list(prefix) for prefix in prefixes or [[_first_token(model)]]]
@@ -64,6 +69,7 @@ def self_samples(
     bar = Progress(sum(lengths), show=progress, label="limpet: samples", unit="tokens")
     try:
         with preserve_state(model):
+            _check_causal(model, starts[0][0])
             for size in sorted(set(lengths)):  # batch rows whose prefixes have equal lengths
                 same = [i for i, one in enumerate(lengths) if one == size]
                 for begin in range(0, len(same), batch_size):
@@ -83,16 +89,30 @@ def _first_token(model: Any) -> int:
     raise LimpetError("the model's config has no single bos_token_id or eos_token_id: pass prefixes=")
 
 
+def _check_causal(model: Any, first: int) -> None:
+    """Raise if the output for a token depends on the token after it."""
+    rows = torch.tensor([[first, 0], [first, 1]], device=next(model.parameters()).device)
+    logits = model(input_ids=rows).logits.float()
+    before, after = (logits[0] - logits[1]).abs().mean(-1).tolist()
+    if before > NOT_CAUSAL * after:
+        raise UnsupportedError(
+            "the model is not a causal language model: its output for a token depends on the token after it, so text "
+            "cannot be sampled from it; pass text as batches to SelfRehearsal.consolidate, or use limpet.Distillation"
+        )
+
+
 def _continued(model: Any, prefix: Tensor, uniform: Tensor, temperature: float, bar: Progress) -> Tensor:
     """Continue the prefixes with sampled tokens, given a uniform random number for every position."""
     device = next(model.parameters()).device
     row, cache, given = prefix, None, prefix
     while row.shape[1] < uniform.shape[1]:
-        output = model(input_ids=given.to(device), past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        cached: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+        output = model(input_ids=given.to(device), use_cache=True, **cached)
+        cache = getattr(output, "past_key_values", None)
         cumulative = (output.logits[:, -1].double().cpu() / temperature).softmax(-1).cumsum(-1)
         place = uniform[:, row.shape[1], None] * cumulative[:, -1:]
-        given = torch.searchsorted(cumulative, place).clamp_max(cumulative.shape[1] - 1)
-        row = torch.cat([row, given], 1)
+        drawn = torch.searchsorted(cumulative, place).clamp_max(cumulative.shape[1] - 1)
+        row = torch.cat([row, drawn], 1)
+        given = row if cache is None else drawn  # GPT-1 and Mamba return no cache under this name
         bar.update(len(row))
     return row

@@ -316,6 +316,8 @@ class Laplace(TaskUpdate):
             )
 
     def _repairer(self, examples: int, budget: float | None, options: Mapping[str, Any] | None) -> Repairer | str:
+        from limpet.protection.repair_step import Repairer
+
         if not self.tasks:
             return "no task has been consolidated yet"
         if budget is not None and not self.probes:
@@ -325,8 +327,6 @@ class Laplace(TaskUpdate):
             chosen["budget"] = budget
         elif not {"strength", "tolerance", "budget"} & chosen.keys():
             chosen |= {"tolerance": "auto", "budget": "auto" if self.probes else None}
-        from limpet.protection.repair_step import Repairer
-
         RepairOptions(**chosen)  # raises now, rather than after training
 
         def run(batches: Iterable[Any], forward: Forward | None) -> Repair:
@@ -337,7 +337,8 @@ class Laplace(TaskUpdate):
             if chosen.get("budget") is not None:
                 check_drift(self, chosen.get("probe_forward"))
 
-        return Repairer(run, check)
+        needs_targets = self.fisher == "empirical" and chosen.get("forward") is None
+        return Repairer(run, check, needs_targets)
 
     def _perturbation(
         self, batches: Iterable[Any], examples: int | None, limit: int | None, forward: Forward | None

@@ -7,6 +7,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -18,13 +19,21 @@ from limpet.distributed import Layout, is_sharded, local, members, reshard
 from limpet.errors import UnsupportedError
 from limpet.model.quantized import differentiable_stand_ins, not_repacked
 
+_measuring: ContextVar[bool] = ContextVar("measuring", default=False)
+
+
+def is_measuring() -> bool:
+    """Whether the current forward pass is one of limpet's and not the user's: whether it is inside `preserve_state`."""
+    return _measuring.get()
+
 
 @contextmanager
 def preserve_state(model: nn.Module, batches: Any = None) -> Iterator[None]:
     """Run the body in eval mode, and restore modes, buffers and random states bit for bit, even after an exception.
 
-    Quantized weights are not repacked, which could not be undone. The random states are those of the global generators,
-    and of the generators that shuffle a loader.
+    Quantized weights are not repacked, which could not be undone. `nn.TransformerEncoder` does not take the path that
+    torch has for it in eval mode, whose outputs at padded positions are not those of training. The random states are
+    those of the global generators, and of the generators that shuffle a loader.
 
     The `training` flags are set directly rather than with `model.eval()`: a custom `train` method may do more than set
     the flag (merge adapters, raise an error), which could not be undone.
@@ -39,7 +48,9 @@ def preserve_state(model: nn.Module, batches: Any = None) -> Iterator[None]:
         for module in model.modules()
         for name, buffer in module._buffers.items()
     ]
-    with random_state(batches), not_repacked(model):
+    with ExitStack() as stack:
+        for context in (random_state(batches), not_repacked(model), _own_pass()):
+            stack.enter_context(context)
         try:
             for module, _ in modes:
                 module.training = False
@@ -50,6 +61,18 @@ def preserve_state(model: nn.Module, batches: Any = None) -> Iterator[None]:
             for module, name, buffer, copy in buffers:
                 _restore_buffer(module, name, buffer, copy)
             reshard(model)
+
+
+@contextmanager
+def _own_pass() -> Iterator[None]:
+    """Run the body as a pass of limpet's own, without torch's fast path for transformer layers."""
+    token, fast = _measuring.set(True), torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        _measuring.reset(token)
 
 
 @contextmanager

@@ -27,14 +27,15 @@ from limpet.model import Forward, full_precision, preserve_state, trainable
 from limpet.model.context import autocast_as, autocast_state, eager, plain_recurrence
 from limpet.protection.added_gradients import AddedGradients
 from limpet.protection.optimizers import inner_optimizer, refuse_unsupported
-from limpet.protection.recorder import StepInputs, recording_paused
+from limpet.protection.recorder import StepInputs
 from limpet.protection.step_hooks import StepHooks, skips_step
 from limpet.protection.summary import not_protected
 from limpet.protection.weight_watch import WeightWatch
 
 NOT_CALLED = (
     "the optimizer took {steps} steps, but the model's forward method was never called with gradients enabled, so "
-    "there were no inputs to compare outputs on and nothing was protected: call the model itself rather than its parts"
+    "there were no inputs to compare outputs on and nothing was protected: call the model itself rather than its parts "
+    "(if it is compiled and was called before, call torch.compiler.reset() before protect)"
 )
 
 OVERFLOW = (
@@ -350,7 +351,6 @@ class OutputProtection:
         model, state = self._source.model, self._inputs.autocast or autocast_state()
         with ExitStack() as stack:
             for context in (
-                recording_paused(),
                 preserve_state(model),
                 trainable(parameters),
                 eager(),

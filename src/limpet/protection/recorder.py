@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from limpet.model import part
 from limpet.model.batch import batch_size, call, plain_batch, prepared, result_field, target_key
-from limpet.model.context import AutocastState, autocast_state, preserve_state
+from limpet.model.context import AutocastState, autocast_state, is_measuring, preserve_state
 
 ROWS = 256
 """Number of examples (whole sequences) that are recorded, about."""
@@ -22,21 +20,9 @@ ROWS = 256
 NOT_INPUTS = ("num_items_in_batch",)
 """Arguments that transformers' Trainer passes for the loss."""
 
-_paused: ContextVar[bool] = ContextVar("paused", default=False)
-
-
-@contextmanager
-def recording_paused() -> Iterator[None]:
-    """Run the body without recording inputs, for forward passes that are not the user's."""
-    token = _paused.set(True)
-    try:
-        yield
-    finally:
-        _paused.reset(token)
-
 
 class InputRecorder:
-    """Keeps a uniform sample of the batches that a model is called on with gradients enabled.
+    """Keeps a uniform sample of the batches that a model is called on with gradients enabled, by the user.
 
     Reservoir sampling (Vitter 1985, algorithm R) over batches, so that the sample covers the whole training run. The
     model's arguments are copied to the CPU. Targets are recorded only if they are among these arguments.
@@ -56,7 +42,6 @@ class InputRecorder:
         self.model, self.rows = model, rows
         self.batches: list[Any] = []
         self.seen = 0
-        self._are_inputs: dict[str, bool] = {}  # what `as_called` has found out
         self._generator = torch.Generator().manual_seed(seed)
         self._handle: Any = None
 
@@ -76,7 +61,7 @@ class InputRecorder:
             self._handle = None
 
     def _record(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or _paused.get():
+        if not torch.is_grad_enabled() or is_measuring():
             return
         self._add(args, kwargs)
 
@@ -109,9 +94,10 @@ class InputRecorder:
             return args[0], None
         return {"args": args, "kwargs": kwargs}
 
-    def keep_inputs(self) -> None:
-        """Give batches that the default would call the model on in another way the form of a call."""
-        self.batches = [as_called(self.model, batch, self._are_inputs) for batch in self.batches]
+    def prepare_replay(self) -> None:
+        """Convert the batches on which the default would call the model in another way than it was called."""
+        known: dict[str, bool] = {}
+        self.batches = [as_called(self.model, batch, known) for batch in self.batches]
 
     @property
     def forward(self) -> Any:
@@ -168,7 +154,7 @@ def as_called(model: nn.Module, batch: Any, known: dict[str, bool]) -> Any:
 
 def _changes_outputs(model: nn.Module, batch: Mapping[str, Any], name: str) -> bool:
     """Whether the outputs depend on an argument."""
-    with recording_paused(), preserve_state(model), torch.no_grad():
+    with preserve_state(model), torch.no_grad():
         found = _output(model(**batch))
         try:
             without = _output(model(**{key: value for key, value in batch.items() if key != name}))

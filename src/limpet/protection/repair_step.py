@@ -16,6 +16,7 @@ from torch import Tensor
 from limpet.errors import LimpetError, LimpetWarning, logger, warn
 from limpet.forgetting.repair import Repair
 from limpet.model import Forward
+from limpet.model.batch import targets_of
 from limpet.protection.penalty_step import PenaltyStep
 from limpet.protection.recorder import InputRecorder
 
@@ -27,16 +28,23 @@ class Repairer:
     Attributes:
         run: Repairs the model with new data, given as batches and the `forward` function that they need.
         check: Raises if the repair will not be possible, before the model is trained.
+        needs_targets: Whether the curvature is that of the targets of the new data.
     """
 
     run: Callable[[Iterable[Any], Forward | None], Repair]
     check: Callable[[], None]
+    needs_targets: bool = False
 
 
 NOT_RECORDED = (
     "the model was trained, but its forward method was never called with gradients enabled, so no inputs were recorded "
-    "and the model was not repaired: call the model itself rather than its parts, or pass memory.protect(..., "
-    "batches=new_data)"
+    "and the model was not repaired: call the model itself rather than its parts (if it is compiled and was called "
+    "before, call torch.compiler.reset() before protect), or pass memory.protect(..., batches=new_data)"
+)
+
+NO_TARGETS = (
+    "the memory has fisher='empirical', which needs the targets of the new data to repair the model, but the model is "
+    "called without them: pass memory.protect(..., batches=new_data), or make the memory with another fisher"
 )
 
 
@@ -71,7 +79,17 @@ class RepairStep(PenaltyStep):
             self._recorder.start()
 
     def before_step(self, scale: Tensor | None) -> None:
-        """Do nothing: the gradients are those of the loss."""
+        """Leave the gradients as they are, and raise in the first step if the recorded inputs will not be enough.
+
+        Args:
+            scale: Not used.
+
+        Raises:
+            LimpetError: If targets are needed, and are not among the arguments of the model.
+        """
+        batches = None if self._recorder is None or self.penalised else self._recorder.batches
+        if self._repairer.needs_targets and batches and targets_of(self.posterior.model, batches[0]) is None:
+            raise LimpetError(NO_TARGETS)
 
     def restore(self) -> None:
         """Stop nothing and restore nothing: no gradient was changed."""
@@ -105,5 +123,5 @@ class RepairStep(PenaltyStep):
             return self._repairer.run(self._batches, None)
         if not self._recorder.batches:
             raise LimpetError(NOT_RECORDED)
-        self._recorder.keep_inputs()
+        self._recorder.prepare_replay()
         return self._repairer.run(self._recorder, self._recorder.forward)
