@@ -75,6 +75,11 @@ def main() -> None:
     _show(suite, options)
 
 
+def tables_of(suite: runs.Suite, results: report.Results) -> dict[str, str]:
+    """The tables of a pair, by what distinguishes their names."""
+    return report.tables(results, suite.lost) if suite.paths else {"": sequence.table(results)}
+
+
 def _show(suite: runs.Suite, options: argparse.Namespace) -> None:
     """Print the tables, and draw and write what is asked for."""
     drawn, tables = {}, dict[str, str]()
@@ -84,8 +89,7 @@ def _show(suite: runs.Suite, options: argparse.Namespace) -> None:
             print(f"\n{pair}:\n\n{options.out} has no records of this pair")
             continue
         drawn[pair] = results
-        found = report.tables(results, suite.lost) if suite.paths else {"": sequence.table(results)}
-        for name, table in found.items():
+        for name, table in tables_of(suite, results).items():
             tables[f"{options.suite}, {pair}{name}"] = table
             print(f"\n{pair}{name}:\n\n{table}")
         if pair == runs.DEVELOPMENT:

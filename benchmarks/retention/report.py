@@ -33,6 +33,12 @@ class Row(NamedTuple):
 PLAIN, REFERENCE = Row("plain"), Row("plain", "scaling")
 
 
+def _place(row: Row) -> tuple[int, int]:
+    """Where a row stands in tables and figures: methods that act during training first."""
+    names = [*DURING, *AFTER]
+    return names.index(row.method or row.trained), names.index(row.trained)
+
+
 class Results:
     """The runs of one pair.
 
@@ -48,6 +54,7 @@ class Results:
                 tried = pair == DEVELOPMENT and (record["method"] or DURING[record["trained"]].candidates)
                 row = Row(record["trained"], record["method"], record["value"] if tried else None)
                 self.runs.setdefault(row, {})[record["seed"]] = record  # the last one of a run counts
+        self.runs = dict(sorted(self.runs.items(), key=lambda item: _place(item[0])))
         for row, runs in self.runs.items():
             if len(values := {run["value"] for run in runs.values()}) > 1:
                 raise ValueError(f"{pair}, {row.name}: its seeds have different settings, {values}; run them with one")

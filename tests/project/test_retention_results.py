@@ -13,8 +13,9 @@ pytest.importorskip("peft")
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # as `python -m benchmarks` does
 
 import common
-from retention import report
-from retention.__main__ import PAGES, SUITES
+from retention import report, sequence
+from retention.__main__ import GENERATIVE, PAGES, SUITES, tables_of
+from retention.after import METHODS as AFTER
 from retention.compare import decoded
 from retention.during import METHODS as DURING
 
@@ -31,44 +32,72 @@ def test_the_tables_are_those_of_the_records() -> None:
     assert {"drift, development", "vision, development", "vision, svhn"} <= {name for _, name in places}
     for page, name in places:
         suite, pair = re.fullmatch(r"(\w+), (.+?)(?:, short|, differences)?", name).groups()  # type: ignore[union-attr]
-        found = report.tables(results(suite, pair), SUITES[suite].lost)
+        found = tables_of(SUITES[suite], results(suite, pair))
         tables = {f"{suite}, {pair}{rest}": table for rest, table in found.items()}
         assert common.with_tables(page.read_text(), {name: tables[name]}) == page.read_text(), (page.name, name)
 
 
-@pytest.mark.parametrize("suite", ["vision"])
+@pytest.mark.parametrize("suite", ["vision", "sequence"])
 def test_settings_are_the_best_of_the_development_pair(suite: str) -> None:
-    name = SUITES[suite].settings
-    chosen = {method.name: method.chosen[name] for method in DURING.values() if name in method.chosen}
-    assert report.best(results(suite, "development")) == chosen
+    name, found = SUITES[suite].settings, results(suite, "development")
+    methods: list[Any] = [*DURING.values(), *(AFTER.values() if suite == "sequence" else ())]
+    methods = [method for method in methods if method.name not in GENERATIVE]
+    best = report.best(found) if suite == "vision" else sequence.best(found)
+    several = {method.name for method in methods if len(candidates(method)) > 1}
+    assert {method: value for method, value in best.items() if method in several} == {
+        method.name: method.chosen[name] for method in methods if method.name in several
+    }
+    for method in methods:  # all candidates were run
+        tried = {row.value for row in found.runs if method.name == (row.method or row.trained)}
+        assert tried >= set(candidates(method)), method.name
+
+
+def candidates(method: Any) -> tuple[float, ...]:
+    return tuple(getattr(method, "candidates", None) or getattr(method, "settings", ()))
 
 
 def test_what_the_page_says_about_images() -> None:
     text = " ".join((FOLDER / "README.md").read_text().split())
     development, svhn = results("vision", "development"), results("vision", "svhn")
+    assert all(svhn.seeds(row) == [0, 1, 2] for row in svhn.runs)
 
-    def end(found: Any, row: report.Row, seed: int) -> tuple[str, str]:
-        """What is wrong at the end, in percent, and the new loss relative to plain training."""
-        point = found.runs[row][seed]["curve"][-1]
-        return f"{100 * decoded(point['lost']).mean():.0f} %", f"{point['new'] / found.plain(seed):.2f} times"
+    def before(found: Any) -> list[float]:
+        return [100 * decoded(run["before"]["lost"]).mean() for run in found.runs[report.PLAIN].values()]
+
+    def end(found: Any, row: report.Row) -> tuple[str, str]:
+        """What is wrong at the end, in percent, and the new loss relative to plain training; means over seeds."""
+        runs = found.runs[row]
+        points = {seed: run["curve"][-1] for seed, run in runs.items()}
+        wrong = sum(decoded(point["lost"]).mean() for point in points.values()) / len(points)
+        ratio = sum(point["new"] / found.plain(seed) for seed, point in points.items()) / len(points)
+        return f"{100 * wrong:.0f}", f"{ratio:.2f}"
 
     def at(found: Any, row: report.Row, ratio: float) -> str:
         return f"{100 * found.mean_lost(row, ratio):.0f}"
 
-    repair, scaling, protect = (report.Row("plain", name) for name in ("repair", "scaling", "protect"))
-    distilled = report.Row("distillation", value=0.3)
-    before = [f"{100 * decoded(found.runs[report.PLAIN][seed]['before']['lost']).mean():.0f}"
-              for found, seed in ((development, 10), (svhn, 0))]  # fmt: skip
-    assert f"({before[0]} and {before[1]} % of the test images are wrong then" in text
-    assert f"{at(svhn, repair, 1.1)} % on SVHN with repair, {at(svhn, scaling, 1.1)} % with scaling" in text
-    three = [at(development, row, 1.05) for row in (distilled, repair, scaling)]
-    assert f"({three[0]} % wrong at 1.05; repair {three[1]}, scaling {three[2]})" in text
-    wrong, times = end(svhn, report.Row("distillation"), 0)
-    assert f"it ends at {times} the new loss of plain training, with {wrong} wrong" in text
-    wrong, times = end(development, protect, 10)
-    assert f"{wrong} wrong at {times} the new loss (Fashion-MNIST)" in text
-    wrong, times = end(svhn, protect, 0)
-    assert f"{wrong} at {times} (SVHN)" in text
+    plain, repair, scaling, protect = (
+        report.Row(*names) for names in (("plain",), ("plain", "repair"), ("plain", "scaling"), ("plain", "protect"))
+    )
+    all_before = [*before(development), *before(svhn)]
+    assert f"({min(all_before):.0f} to {max(all_before):.0f} % of the test images are wrong then" in text
+    three = [at(svhn, row, 1.1) for row in (repair, scaling, plain)]
+    assert f"{three[0]} % are wrong with repair, {three[1]} with scaling and {three[2]} by early stopping" in text
+    means = [svhn.against(repair, scaling, ratio) for ratio in report.RATIOS]
+    shown = ", ".join(f"{each.mean:+.3f} +- {each.error:.3f}" for each in means)
+    assert f"Repair minus scaling is {shown}" in text
+    assert [each.mean + 2 * each.error < 0 for each in means] == [False, True, True]
+    for row, name in (
+        (report.Row("replay of 5%"), "replay of 5 %"),
+        (report.Row("distillation"), "distillation"),
+        (protect, "`protect`"),
+    ):
+        assert "{} {} % at {}".format(name, *end(svhn, row)) in text, (name, end(svhn, row))
+    dev = [
+        at(development, row, 1.05)
+        for row in (report.Row("replay of 5%"), report.Row("distillation", value=0.3), repair, scaling)
+    ]
+    assert "of 5 % {} %, distillation {}, repair {} and scaling {} % wrong at 1.05".format(*dev) in text
+    assert "{} % wrong at {} times the new loss there".format(*end(development, protect)) in text
 
 
 def test_what_the_pages_say_about_german() -> None:

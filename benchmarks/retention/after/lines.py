@@ -37,4 +37,4 @@ def path(bench: Bench, model: Any) -> Iterator[Go]:
         yield lambda first: change(lambda layer: factor(depth[layer.name], first, last) * layer.update)
 
 
-METHOD = After("LiNeS", "nothing", path, settings=(0.95, 0.9, 0.8, 0.6, 0.4, 0.2, 0.0))
+METHOD = After("LiNeS", "nothing", path, settings=(0.95, 0.9, 0.8, 0.6, 0.4, 0.2, 0.0), chosen={"sequence": 0.2})

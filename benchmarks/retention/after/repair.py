@@ -31,4 +31,5 @@ METHOD = After(
     default=1.0,
     after=("plain", "self-rehearsal", "distillation"),
     memory=True,
+    chosen={"sequence": 3.0},
 )

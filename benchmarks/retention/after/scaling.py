@@ -23,4 +23,5 @@ METHOD = After(
     path,
     settings=(0.98, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0),
     after=("plain", "self-rehearsal", "distillation"),
+    chosen={"sequence": 0.5},
 )

@@ -32,4 +32,11 @@ def path(bench: Bench, model: Any) -> Iterator[Go]:
 DEFAULT = 0.2
 """The density that the paper recommends."""
 
-METHOD = After("TIES", "nothing", path, settings=(0.9, 0.8, 0.6, 0.4, DEFAULT, 0.1, 0.05, 0.02, 0.01), default=DEFAULT)
+METHOD = After(
+    "TIES",
+    "nothing",
+    path,
+    settings=(0.9, 0.8, 0.6, 0.4, DEFAULT, 0.1, 0.05, 0.02, 0.01),
+    default=DEFAULT,
+    chosen={"sequence": 0.1},
+)

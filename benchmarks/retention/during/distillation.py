@@ -16,6 +16,6 @@ METHOD = During(
     "distillation",
     "nothing; the model before",
     candidates=(0.1, 0.3, 1.0),
-    chosen={"vision": 0.3, "language": 0.3},
+    chosen={"vision": 0.3, "language": 0.3, "sequence": 1.0},
     extra=extra,
 )

@@ -1,31 +1,26 @@
-"""Elastic weight consolidation (Kirkpatrick et al. 2017): a diagonal Fisher, as a penalty in the gradients.
+"""Elastic weight consolidation (Kirkpatrick et al. 2017): a penalty with the diagonal Fisher is added to the loss.
 
-The penalty is divided by the number of new examples, so with N / strength of them a memory of strength 1 serves for
-every strength.
+The penalty is divided by the number of new examples, so that the strength is relative to the sum of their losses.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
-from retention.method import Bench, During
+from retention.method import Bench, During, Extra
 
 
-def protect(bench: Bench, model: Any, optimizer: Any, value: float) -> AbstractContextManager[Any]:
-    """Training with the penalty at a strength."""
-    examples = round(bench.examples / value)
-    context: AbstractContextManager[Any] = bench.diagonal_memory(model).protect(
-        optimizer, examples=examples, mode="gradient"
-    )
-    return context
+def extra(bench: Bench, model: Any, value: float) -> Extra:
+    """The penalty, times a strength."""
+    memory = bench.diagonal_memory(model)
+    return lambda *_: value / bench.examples * memory.penalty()
 
 
 METHOD = During(
     "diagonal EWC",
     "old data or own samples, once",
-    candidates=(0.1, 1.0, 10.0, 100.0),
-    chosen={"vision": 1.0},
-    protect=protect,
+    candidates=(0.1, 1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6),
+    chosen={"vision": 0.1, "sequence": 1e5},
+    extra=extra,
     memory=True,
 )

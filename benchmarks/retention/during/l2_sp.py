@@ -13,5 +13,9 @@ def extra(bench: Bench, model: Any, value: float) -> Extra:
 
 
 METHOD = During(
-    "L2-SP", "nothing", candidates=(1e-4, 1e-3, 1e-2, 1e-1), chosen={"vision": 1e-3, "language": 1e-2}, extra=extra
+    "L2-SP",
+    "nothing",
+    candidates=(1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0),
+    chosen={"vision": 1e-4, "language": 1e-2, "sequence": 1.0},
+    extra=extra,
 )

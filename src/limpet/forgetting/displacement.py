@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from limpet.model import PER_SAMPLE, Block
 from limpet.model.low_rank import LowRank
-from limpet.posterior import BlockPosterior
-from limpet.posterior.whole_parameters import WholeParameters
+from limpet.posterior import BlockPosterior, Posterior
+from limpet.posterior.whole_parameters import WholeParameters, whole_parameters
 from limpet.precision.pencil import truncated
 
 
@@ -97,6 +97,19 @@ def displacements(whole: WholeParameters, held: Mapping[str, BlockPosterior]) ->
         found = _displacement(one, [whole.parameters[name] for name in one.block.parameters], whole.adapted)
         if found is not None:
             yield found
+
+
+def displacements_from_memory(posterior: Posterior) -> Iterator[Displacement]:
+    """Iterate over the blocks of consolidated tasks that training has moved from the memory's mean.
+
+    Args:
+        posterior: The posterior. In a sharded model this is a collective.
+
+    Yields:
+        The displacement of each block that has moved.
+    """
+    held = {name: one for name, one in posterior.held.items() if one.tasks}
+    yield from displacements(whole_parameters(posterior), held)
 
 
 def _displacement(

@@ -14,7 +14,7 @@ from torch import nn
 from limpet.curvature import Fisher
 from limpet.distributed import ReplicatedBatches, current, together
 from limpet.errors import CurvatureError, LimpetError, finite_number, positive_whole
-from limpet.forgetting.displacement import displacements
+from limpet.forgetting.displacement import displacements_from_memory
 from limpet.forgetting.drift import Drift, information, measured_drift
 from limpet.forgetting.loss_probe import LossProbe
 from limpet.forgetting.output_layer import OutputLayer, new_output_layer, warn_of_covered_head
@@ -27,7 +27,6 @@ from limpet.model import Block, Forward, full_precision, part, preserve_state
 from limpet.model.batch import batch_size, check_batches, counted_examples
 from limpet.posterior import Posterior
 from limpet.posterior.sharding import fisher_pass
-from limpet.posterior.whole_parameters import whole_parameters
 
 if TYPE_CHECKING:
     from limpet.curvature.batch_step import StepOptions
@@ -259,8 +258,7 @@ def _output_layer(memory: Repairable, fisher: Fisher, options: RepairOptions) ->
 def new_fisher(memory: Repairable, batches: Iterable[Any], options: RepairOptions) -> Fisher:
     """Measure the Fisher of the new data for the blocks that training has moved."""
     posterior, sharding = memory.posterior, memory.posterior.sharding
-    known = {name: held for name, held in posterior.held.items() if held.tasks}
-    moved = {name for one in displacements(whole_parameters(posterior), known) for name in one.block.parameters}
+    moved = {name for one in displacements_from_memory(posterior) for name in one.block.parameters}
     if sharding is not None:
         moved = moved.union(*sharding.ranks.gather(moved))
     if not moved:

@@ -34,12 +34,11 @@ from torch import Tensor
 from limpet.distributed import current, is_sharded, together
 from limpet.errors import LimpetError, LimpetWarning, UnsupportedError, warn
 from limpet.forgetting.budget import Budget
-from limpet.forgetting.displacement import displacements
+from limpet.forgetting.displacement import displacements_from_memory
 from limpet.forgetting.forecast import Forecast
 from limpet.forgetting.repair import Repair
 from limpet.model import full_precision
 from limpet.posterior import Posterior
-from limpet.posterior.whole_parameters import whole_parameters
 from limpet.protection.added_gradients import loss_gradient
 from limpet.protection.binding import Binding, bind, parameter_groups
 from limpet.protection.bound_block import ProximalState
@@ -284,9 +283,8 @@ class Protection:
         if not self.steps:
             return False
         # the watch looks at a few weights, which training may have left where they were
-        known = {name: held for name, held in self.posterior.held.items() if held.tasks}
-        found = displacements(whole_parameters(self.posterior), known)
-        return self.posterior.on_any_rank(next(found, None) is not None)
+        found = next(displacements_from_memory(self.posterior), None)
+        return self.posterior.on_any_rank(found is not None)
 
     def _finish(self) -> None:
         """Complete what the last steps left open, and check that the protection was effective."""
