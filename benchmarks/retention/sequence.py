@@ -26,7 +26,7 @@ from limpet.io.atomic import atomic_write
 from limpet.protection.recorder import InputRecorder
 from repair_figures import markdown
 from retention.classifier import Batch, Classification
-from retention.compare import paired
+from retention.compare import Interval, paired
 from retention.during import METHODS as DURING
 from retention.method import After, During
 from retention.pair import Pair
@@ -290,17 +290,21 @@ def _row(results: Results, row: Row) -> list[str]:
     seeds = results.seeds(row)
     runs = [results.runs[row][seed] for seed in seeds]
     learned = [accuracies(run, stage)[stage] for run in runs for stage in range(len(run["right"]))]
-    difference = paired({seed: _rows(results, row, seed) - _rows(results, PLAIN, seed) for seed in seeds})
     return [
         row.name if row != PLAIN else "plain",
         needs(row),
         f"{np.mean([accuracies(run) for run in runs]):.1f}",
-        "" if row == PLAIN else f"{difference.mean:+.1f} +- {difference.error:.1f}",
+        "" if row == PLAIN else "{0.mean:+.1f} +- {0.error:.1f}".format(difference(results, row)),
         f"{np.mean(learned):.1f}",
         f"{max(map(largest_loss, runs)):.1f}",
         f"{np.mean([run['seconds'] for run in runs]):.0f}",
         str(len(seeds)),
     ]
+
+
+def difference(results: Results, row: Row) -> Interval:
+    """By how many points the mean accuracy at the end differs from that of plain training."""
+    return paired({seed: _rows(results, row, seed) - _rows(results, PLAIN, seed) for seed in results.seeds(row)})
 
 
 def _rows(results: Results, row: Row, seed: int) -> Any:

@@ -179,3 +179,43 @@ def test_what_the_page_says_about_the_skill() -> None:
     assert [point["step"] for point in curve if decoded(point["lost"]).mean() > 0] == [100]
     assert curve[3]["new"] > curve[2]["new"] and "at step 100 of 300 everything was wrong" in text
     assert f"at {curve[-1]['new'] / found.plain(0):.2f} times the new loss of plain training. On the way" in text
+
+
+def test_what_the_page_says_about_the_sequence() -> None:
+    text = " ".join((FOLDER / "README.md").read_text().split())
+    orders = {name: results("sequence", name) for name in ("reviews first", "reviews last")}
+    protect, repair, distilled = (
+        report.Row(*names) for names in (("plain", "protect"), ("plain", "repair"), ("distillation",))
+    )
+
+    def accuracies(order: str, row: report.Row) -> list[float]:
+        assert orders[order].seeds(row) == [0]
+        return sequence.accuracies(orders[order].runs[row][0])
+
+    def mean(order: str, row: report.Row) -> float:
+        return sum(accuracies(order, row)) / 4
+
+    for order, found in orders.items():
+        best = sorted(found.runs, key=lambda row: -mean(order, row))
+        assert protect in best[:1], (order, [(row.name, mean(order, row)) for row in best])
+    both = [mean(order, row) for order in orders for row in (protect, report.PLAIN)]
+    assert "{:.1f} % (plain training {:.1f}) and {:.1f} % ({:.1f})".format(*both) in text
+    differences = {order: sequence.difference(found, protect) for order, found in orders.items()}
+    shown = [f"{one.mean:+.1f} +- {one.error:.1f}" for one in differences.values()]
+    assert f"minus plain training {shown[0]} and {shown[1]} points" in text
+    times = [found.runs[protect][0]["seconds"] / found.runs[report.PLAIN][0]["seconds"] for found in orders.values()]
+    assert "takes {:.1f} and {:.1f} times the CPU seconds of plain training".format(*times) in text
+    rate, kept = report.Row("lower learning rate"), report.Row("replay of 5%")
+    first, last = (sorted(found.runs, key=lambda row: -mean(order, row))[1] for order, found in orders.items())
+    assert (first, last) == (rate, kept) and "(a lower learning rate, then replay of 5 %)" in text
+    for row, what in (
+        (rate, "gains {:.1f} points in the first order and loses {:.1f}"),
+        (distilled, "{:+.1f} and {:+.1f}"),
+    ):
+        found = [sequence.difference(results, row).mean for results in orders.values()]
+        assert what.format(found[0], abs(found[1]) if row == rate else found[1]) in text
+    learned = [
+        sum(sequence.accuracies(orders["reviews first"].runs[row][0], stage)[stage] for stage in range(4)) / 4
+        for row in (repair, report.PLAIN)
+    ]
+    assert learned[0] < learned[1]
