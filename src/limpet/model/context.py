@@ -48,9 +48,7 @@ def preserve_state(model: nn.Module, batches: Any = None) -> Iterator[None]:
         for module in model.modules()
         for name, buffer in module._buffers.items()
     ]
-    with ExitStack() as stack:
-        for context in (random_state(batches), not_repacked(model), _own_pass()):
-            stack.enter_context(context)
+    with random_state(batches), not_repacked(model), _measurement():
         try:
             for module, _ in modes:
                 module.training = False
@@ -64,7 +62,7 @@ def preserve_state(model: nn.Module, batches: Any = None) -> Iterator[None]:
 
 
 @contextmanager
-def _own_pass() -> Iterator[None]:
+def _measurement() -> Iterator[None]:
     """Run the body as a pass of limpet's own, without torch's fast path for transformer layers."""
     token, fast = _measuring.set(True), torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
